@@ -4,6 +4,8 @@ Sizes are those of the whole buffer, as nccl-tests counts them:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """A step that a user measured, beside its capture."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from itercast.capture.opcall import StepCapture

@@ -1,5 +1,7 @@
 """What steps cost by a file of prices: USD per hour of one GPU, by its name."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Compare forecasts with measured iterations: select rows, forecast each, make the table."""
 
+from __future__ import annotations
+
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Attributes the error of iterations to parts of the forecast: kernels, host, communication..."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

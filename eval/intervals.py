@@ -1,5 +1,7 @@
 """How many measurements intervals cover, at the nominal 80 % and at other levels."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Splits a forecast iteration into kernels, host, communication, synchronisation and the unsure."""
 
+from __future__ import annotations
+
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.priced_op import UNMODELLED
 

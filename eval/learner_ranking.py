@@ -1,5 +1,7 @@
 """Tables of learners: errors per op family, in narrow columns for terminals of 80 columns."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 from rich import box

@@ -3,6 +3,8 @@
 Compared are plans of one step of one model: of as many samples, on as many ranks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

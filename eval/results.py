@@ -1,5 +1,7 @@
 """Results of comparisons: one measured iteration, one line of the public benchmark, summaries."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

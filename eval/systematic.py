@@ -1,5 +1,7 @@
 """Finds groups of iterations whose forecasts are all too short, too long, or too sure, and why."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """The files of cases that the extras add."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 HERE = Path(__file__).parent

@@ -1,5 +1,7 @@
 """Processes that import everything anew, and so take assumed numbers as they are to be now."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor

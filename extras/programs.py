@@ -1,5 +1,7 @@
 """Runs the programs of extras that are no commands of ``itercast``: errors in one line."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from typing import Any

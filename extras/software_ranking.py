@@ -1,5 +1,7 @@
 """How well forecasts rank software for a call."""
 
+from __future__ import annotations
+
 import numpy as np
 import pandas as pd
 

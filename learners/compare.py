@@ -1,5 +1,7 @@
 """Forecasts of held-out rows by the learners that the blend is compared with."""
 
+from __future__ import annotations
+
 import time
 
 from itercast.learners.family_model import Learned, Prepared

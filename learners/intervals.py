@@ -1,5 +1,7 @@
 """Intervals of op times: errors on GPUs that were left out of training."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

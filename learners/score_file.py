@@ -1,5 +1,7 @@
 """Reads Parquet files in dataset form, and checks their rows."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The shapes that a family was trained on, by GPU, so that rows of others can judge its model."""
 
+from __future__ import annotations
+
 from base64 import b64decode, b64encode
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Families that a training has finished, as files: kept until the whole bundle is written."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import shutil

@@ -1,5 +1,7 @@
 """Errors in one line, with the line of the user's code that they come from; its checks of data."""
 
+from __future__ import annotations
+
 import ast
 import linecache
 import os

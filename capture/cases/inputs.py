@@ -1,5 +1,7 @@
 """What models of cases read, drawn at random, and their losses; ``cases.yaml`` names them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

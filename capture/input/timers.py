@@ -1,5 +1,7 @@
 """Times of a DataLoader's batches, stage by stage, in the process that makes them."""
 
+from __future__ import annotations
+
 import copy
 import functools
 import importlib

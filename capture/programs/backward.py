@@ -1,5 +1,7 @@
 """Runs each call of autograd's engine inside a context of ours, however a program makes it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ schedule of a micro-batch, and checkpoints take host time that no op stands for.
 is logged by ``ProgramLog``.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

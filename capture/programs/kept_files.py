@@ -7,6 +7,8 @@ it moves stays moved. Of what it writes into large files (``MOST_BYTES``) nothin
 Checkpoints that the script made are removed: they hold no data.
 """
 
+from __future__ import annotations
+
 import filecmp
 import os
 import shutil

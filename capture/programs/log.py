@@ -1,5 +1,7 @@
 """Logs one rank's op calls, collectives and waits in the order in which a program launches them."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -4,6 +4,8 @@ A rank that waits for an object which no captured rank has sent yet is given up,
 when it was sent. This ends because programs that do not hang send their objects in some order.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

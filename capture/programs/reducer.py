@@ -5,6 +5,8 @@ are ready, as from the second step on; a full bucket is summed over the ranks be
 backward, and gradients are copied out of the buckets when all have arrived.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum

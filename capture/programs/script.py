@@ -3,6 +3,8 @@
 ``main`` captures the script that an order names, and writes what it launched in one step to a file.
 """
 
+from __future__ import annotations
+
 import json
 import linecache
 import math

@@ -1,5 +1,7 @@
 """Finds the iterations of a script: where one ends and the next begins."""
 
+from __future__ import annotations
+
 import gc
 import time
 from collections import Counter

@@ -1,5 +1,7 @@
 """Attention in captures: SDPA as one op or as separate eager ops, FlexAttention as SDPA."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

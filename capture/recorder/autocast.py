@@ -1,5 +1,7 @@
 """Makes autocast treat ops as on CUDA while a step is captured on the CPU."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard

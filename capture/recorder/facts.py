@@ -1,5 +1,7 @@
 """What is known about the values of fake tensors (masks, counts, indices), and what follows."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """Recurrent networks in captures: a CPU runs them step by step, a GPU as one call of cuDNN."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

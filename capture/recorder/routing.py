@@ -12,6 +12,8 @@ of its elements, as many values differ from all before them, ops of libraries ke
 repeats are one, and so is a number that is read. Checks of them pass (``user_errors.passing``).
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
 from math import ceil, inf, prod

@@ -8,6 +8,8 @@ first sparse operand. A conversion of a dense tensor, or a product of two sparse
 captured.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeGuard

@@ -1,5 +1,7 @@
 """Dtypes, module calls, host events and gradients of a step while its ops are captured."""
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_right
 from collections.abc import Iterator

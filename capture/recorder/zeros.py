@@ -5,6 +5,8 @@ uniform, and every step sees the same batch, so that rows a batch does not look 
 long run over new batches fewer do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """Lower bounds of a plan's time: what its ranks compute, and what FSDP sends beside it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

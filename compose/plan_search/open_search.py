@@ -1,5 +1,7 @@
 """Opens a plan search from the names of a model, a GPU and a node."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Searches the best parallel plans for a number of GPUs, by branch and bound."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

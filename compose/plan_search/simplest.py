@@ -1,5 +1,7 @@
 """The simplest plan that may be as good as the best one, as far as forecasts can tell."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import lru_cache

@@ -5,6 +5,8 @@ sequence length s; only the factor depends on the model. Two captures tell which
 must agree. A step with other numbers is captured at every size.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache

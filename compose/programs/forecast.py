@@ -1,5 +1,7 @@
 """Forecasts one step of a captured program on GPUs that need not exist."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf

@@ -1,5 +1,7 @@
 """Prices the launches of a captured rank: ops, collectives by the nodes that their ranks are on."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,6 +5,8 @@ compute others: rows times these ranks are the rows of the step. Ranks that spli
 other stages of a pipeline, are not among them.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """The model that a user's script trains, as a case: captured in any batch, under any plan."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,5 +1,7 @@
 """Captures of a script as so many and as other numbers of ranks, none made twice."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Mapping, Sequence

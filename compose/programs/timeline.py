@@ -4,6 +4,8 @@ A collective among captured ranks is one task for all of them: it starts when th
 Ranks that were not captured do what one that was captured does, at the same time.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -3,6 +3,8 @@
 MLflow imports this module when it loads the model; itercast has to be installed.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Infers a machine's factors from a user's measured steps (anchors); says what to measure next."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import exp, log

@@ -5,6 +5,8 @@ forecast on a typical machine, and with one other step of its file on such a GPU
 one of the same model, and the next one of another model.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,6 +4,8 @@
 catalogue (``itercast.extras.campaign.catalogue``).
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict

@@ -4,6 +4,8 @@ Op families are scored on held-out shapes and iterations as a whole (no model is
 A second GPU is forecast by models that were not trained on any row of it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

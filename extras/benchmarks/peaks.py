@@ -3,6 +3,8 @@
 ROOT holds measured iterations of GPUs, with what torch's allocator had handed out at most.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

@@ -5,6 +5,8 @@
 Where a plan has more ranks than the CPU has cores, ranks share cores.
 """
 
+from __future__ import annotations
+
 import logging
 from dataclasses import replace
 from pathlib import Path

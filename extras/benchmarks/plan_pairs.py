@@ -4,6 +4,8 @@
 wrote beside its report.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations

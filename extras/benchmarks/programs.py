@@ -6,6 +6,8 @@ by hand (cdp). Each is captured as it is and forecast, beside the forecast of th
 ROOT holds measured iterations; ``--measure`` measures ``PROGRAMS`` into it, twice, on this CPU.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

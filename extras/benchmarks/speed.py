@@ -4,6 +4,8 @@
 The bundle must be one trained on a CPU; the default is the CPU bundle that ships.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

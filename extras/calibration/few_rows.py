@@ -1,5 +1,7 @@
 """Calibrates a bundle with a few measured rows of a GPU."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 

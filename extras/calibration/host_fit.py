@@ -9,6 +9,8 @@ Else all that the host does is ``slowdown`` times as slow as on the reference ho
 the forecasts are too slow; the steps must be limited by launches, not by kernels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path

@@ -4,6 +4,8 @@
 writes it. It holds Parquet parts, cards, journals and logs as plain files, and no code.
 """
 
+from __future__ import annotations
+
 import io
 import re
 import tarfile

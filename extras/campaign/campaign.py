@@ -9,6 +9,8 @@ points before, without a GPU, with --prepare. However a run ends, the archive ha
 so far. Needs neither git nor make.
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import os

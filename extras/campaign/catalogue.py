@@ -5,6 +5,8 @@ proportion to the time of a step that a roofline gives them, and sizes around th
 held out: what users bring is a model that nobody swept, not another batch of a known one.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Prepares a campaign without a GPU: captures models, chooses points to repeat."""
 
+from __future__ import annotations
+
 import logging
 import os
 import shutil

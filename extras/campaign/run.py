@@ -1,5 +1,7 @@
 """What all stages of a campaign share: the folder of rows, points, notes, progress."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Sequence

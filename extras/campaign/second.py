@@ -1,5 +1,7 @@
 """Stages of the second campaign: hosts, points that models call, steps seen from inside, copies."""
 
+from __future__ import annotations
+
 import os
 import random
 import time

@@ -1,5 +1,7 @@
 """Checks that the first rows of a GPU are plausible, before half an hour is spent on more."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """The plans of a campaign: their stages, what each measures and for how long."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Sequence

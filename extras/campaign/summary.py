@@ -1,5 +1,7 @@
 """Summary of the rows of a campaign, for the end of its log."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Checkpoints of layers: in backward they run forward again, but for results that are saved."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Files that say which results of a layer its checkpoint saves, under ``recompute=budget``."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

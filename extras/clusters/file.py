@@ -1,5 +1,7 @@
 """A cluster of unlike GPUs, read from a YAML file: groups of equal ones, and links between them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

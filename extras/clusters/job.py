@@ -1,5 +1,7 @@
 """A training step on a cluster of unlike GPUs: its ranks, the links they cross, its report."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,7 @@
 """Predicts and searches plans of a model on a cluster of unlike GPUs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

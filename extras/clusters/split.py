@@ -1,5 +1,7 @@
 """Splits a step over unlike GPUs, its batch or its layers, as is fastest."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache

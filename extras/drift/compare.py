@@ -1,5 +1,7 @@
 """Measures points of every family again, and compares times, speed and versions with a bundle's."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import islice

@@ -10,6 +10,8 @@ drifted where so many points beyond a limit are too unlikely. The chance of call
 drifted that is not is at most FALSE_ALARM in all (Bonferroni over families and both limits).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Explains which assumed numbers a forecast rests on: their value, source and time."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -6,6 +6,8 @@ the rate doubled. Both forecasts then come from models of other GPUs, so that th
 effect of the rate alone; the original forecast is multiplied by it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

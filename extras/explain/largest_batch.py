@@ -1,5 +1,7 @@
 """The largest batch whose memory fits: forecasts at a few sizes find it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

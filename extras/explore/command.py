@@ -1,5 +1,7 @@
 """`itercast explore`: a page with sliders that forecasts as they move."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

@@ -1,5 +1,7 @@
 """The page of a plan search: all plans tried, the memory of the chosen one, time by part."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path

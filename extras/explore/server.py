@@ -1,5 +1,7 @@
 """Serves a page with sliders on this machine that forecasts as they move."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -7,6 +7,8 @@ death of this process, so that another one on this machine goes on with it. At t
 one part per family, named by the hash of its points: whoever measures it again adds nothing.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import logging

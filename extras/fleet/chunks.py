@@ -1,5 +1,7 @@
 """Deals the points of a fleet's plan into chunks, and simulates how long they take."""
 
+from __future__ import annotations
+
 import hashlib
 import heapq
 import json

@@ -4,6 +4,8 @@ Tasks get and return JSON as bytes, which Ray carries without pickling. This pro
 from the cluster but those bytes; a task that failed is reported in one line.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os

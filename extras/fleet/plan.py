@@ -1,5 +1,7 @@
 """The plan of a fleet: which machines measure which op families and iterations, for how long."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Logs a fleet: a parent run per plan with its progress, a run per chunk and family below it."""
 
+from __future__ import annotations
+
 from itercast.eval.tracking import store
 from itercast.microbench.store import Facts
 

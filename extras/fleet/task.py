@@ -3,6 +3,8 @@
 They get and return JSON as bytes.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import socket

@@ -4,6 +4,8 @@ A task returns a bundle of its family as a zip archive, or an error as JSON: thi
 nothing from the cluster but those bytes.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import shutil

@@ -1,5 +1,7 @@
 """Graph networks over edge lists: messages along edges are summed at their target nodes."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 

@@ -8,6 +8,8 @@ With ``overlap`` the sum over a rank's own vertices runs beside the exchange, an
 after it; in backward gradients of the halo are made first, and return beside those of own vertices.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, exp

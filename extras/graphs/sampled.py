@@ -1,5 +1,7 @@
 """GraphSAGE over sampled neighbours, and the graphs that it reads."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,5 +1,7 @@
 """Cases from timm configurations, as on the Hugging Face Hub: random weights, offline."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Shared by all importers: reading untrusted files, checking rows, counting rows left out."""
 
+from __future__ import annotations
+
 import csv
 import gzip
 import hashlib

@@ -1,5 +1,7 @@
 """How an importer is run."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Writes imported rows as a dataset with cards."""
 
+from __future__ import annotations
+
 import datetime
 import hashlib
 from pathlib import Path

@@ -4,6 +4,8 @@
 names, adds a byte to the file RESULT.alive for every batch, and writes an input lane.
 """
 
+from __future__ import annotations
+
 import copy
 import importlib
 import json

@@ -1,5 +1,7 @@
 """An iteration that is fed by a DataLoader: the simulated loop of a host, its workers and a GPU."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle, islice

@@ -1,5 +1,7 @@
 """Starts a measurement, and ends it and all its workers when it hangs or dies."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

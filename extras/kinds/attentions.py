@@ -1,5 +1,7 @@
 """Swin, MLP-Mixer and Conformer, in small sizes."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 from torch.nn import functional as F

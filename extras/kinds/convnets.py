@@ -1,5 +1,7 @@
 """EfficientNet, ConvNeXt, DenseNet, WaveNet and U-Net, in small sizes."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import torch

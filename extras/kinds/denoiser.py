@@ -1,5 +1,7 @@
 """The network of a diffusion model: a U-Net conditioned on time, with attention in the middle."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 from torch.nn import functional as F

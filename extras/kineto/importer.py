@@ -1,5 +1,7 @@
 """Imports torch.profiler traces as rows: kernel time of each op, and times of profiler steps."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pandas as pd

@@ -1,5 +1,7 @@
 """Parameters of ops in a trace, from the shapes, types and values that it logs."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from functools import cache

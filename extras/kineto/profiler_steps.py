@@ -1,5 +1,7 @@
 """Times of the steps that a torch.profiler trace marks."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from statistics import median

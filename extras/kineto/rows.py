@@ -1,5 +1,7 @@
 """Rows of the ops that a torch.profiler trace has, by family."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -7,6 +7,8 @@ within a sequence; rows have the same number of tokens, so the slowest replica h
 of squared lengths.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

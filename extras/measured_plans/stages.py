@@ -4,6 +4,8 @@ Blocks are divided evenly, the first stages have one more where they do not divi
 also has the embedding, the last one the final norm and head.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise

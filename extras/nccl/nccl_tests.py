@@ -1,5 +1,7 @@
 """Imports outputs of nccl-tests, text or JSON; hardware from sources.yaml, the log, or hints."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping

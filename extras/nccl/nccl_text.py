@@ -4,6 +4,8 @@ Sources: writeBenchmarkLineBody, writeDeviceReport and jsonRankInfo in src/util.
 https://github.com/NVIDIA/nccl-tests.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping, Sequence

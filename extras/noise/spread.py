@@ -8,6 +8,8 @@ context or expert parallel ranks or pipeline stages: P(slowest of n <= t) = P(on
 and the pipeline's bubble take as long as forecast.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, expm1, log

@@ -5,6 +5,8 @@ and leaves the update in place of the gradients; two are norms, of parameters an
 reads both and writes the parameters. Gradients are not clipped.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What a page is made of: a device's facts, headline numbers, sections and tables."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -4,6 +4,8 @@ Colours are names such as ``@blue``, which the page replaces by those of its lig
 (Okabe-Ito); every trace that has a colour of its own has a marker shape or dash of its own too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap

@@ -1,5 +1,7 @@
 """The command ``itercast report``: pages anew from what comparisons left on disk."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

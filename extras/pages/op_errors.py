@@ -1,5 +1,7 @@
 """Errors of op forecasts on held-out rows: by group, and the worst of them with a reason."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import cache
 

@@ -1,5 +1,7 @@
 """Sections about ops on held-out rows: forecasts, errors by group, other learners."""
 
+from __future__ import annotations
+
 import pandas as pd
 
 from itercast.eval.learner_ranking import BEST_RANK

@@ -1,5 +1,7 @@
 """Renders a device's page: one HTML file with all its charts and their library."""
 
+from __future__ import annotations
+
 import base64
 import gzip
 import json

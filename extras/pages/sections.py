@@ -1,5 +1,7 @@
 """All of a device's page: headline numbers, then sections in the order they are read."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Writes the pages of a comparison, and of one family's held-out forecasts."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The command ``itercast price``: forecast the time of every op in a file."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,5 +1,7 @@
 """Adds forecasts to the rows of a Parquet file in dataset form."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

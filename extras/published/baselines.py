@@ -4,6 +4,8 @@ Each is fitted on the rows ``known`` of a table and forecasts the rows ``asked``
 say no times, but which rows of a call are slower than others.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Run lines of the public benchmark about single ops: split imported rows, fit, score."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,7 @@
 """The command ``itercast bench-public``: errors on published measurements beside baselines."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Annotated

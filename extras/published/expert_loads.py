@@ -5,6 +5,8 @@ share ** -skew between 1 and ``popular_share`` of the tokens. Of the ranks that 
 busiest one counts, since the others wait for it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -4,6 +4,8 @@ Serving software runs them in one or two kernels, whose published times teach th
 ``itercast price``. A captured step has ``grouped_mm`` of ``gemm`` and the ops around it instead.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

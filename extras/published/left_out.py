@@ -5,6 +5,8 @@ fitted on it takes the value that it would have without
 (``itercast.capture.base.assumptions.leaving_out``).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Errors on each source's published iterations, by forecasts that use nothing of that source."""
 
+from __future__ import annotations
+
 import tempfile
 import time
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """Errors on each source's op rows, by models that were trained on the other sources alone."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Iterator, Mapping

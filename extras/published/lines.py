@@ -1,5 +1,7 @@
 """The lines of the public benchmark (lines.yaml): which rows, how they are split, targets."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,5 +1,7 @@
 """Run lines of the public benchmark about whole models: forecast published iterations, score."""
 
+from __future__ import annotations
+
 import tempfile
 import time
 from collections import Counter

@@ -1,5 +1,7 @@
 """Reads what others published: importers by name, iterations by folder, measured nodes."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path

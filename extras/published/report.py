@@ -1,5 +1,7 @@
 """The public benchmark as a whole: lines about ops and models, then errors by source left out."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain

@@ -1,5 +1,7 @@
 """What each source of measured iterations is used for (roles.yaml), and errors by that use."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -5,6 +5,8 @@ iterations, and how well shardings are chosen for unequal tables, under several 
 processes. A page has every measured iteration beside its forecast.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

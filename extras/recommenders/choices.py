@@ -6,6 +6,8 @@ stand torchrec's formulas, a random pick and measuring once. Tasks whose candida
 30 % apart are left out: they cannot tell ways of choosing apart.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Forecasts beside measurements of DLRMs: errors of iterations, and of the choice of a sharding."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,5 +1,7 @@
 """Measures steps of sharded DLRMs on this CPU with gloo processes, every model in ROUNDS rounds."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Callable, Sequence

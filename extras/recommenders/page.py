@@ -1,5 +1,7 @@
 """A page with every measured DLRM iteration beside its forecast."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Points that recommenders' iterations consist of: lookups and updates, dense parts, messages."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice

@@ -6,6 +6,8 @@ gradients beside the bottom perceptron's backward pass, update own shards, optim
 part, which DDP replicates. Tables are updated by SGD with gradients of the rows looked up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

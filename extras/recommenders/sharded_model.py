@@ -1,5 +1,7 @@
 """A DLRM and where its tables are, as it is measured and forecast; needs no torch."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from itercast.capture.opcall import ITEMSIZE_BYTES

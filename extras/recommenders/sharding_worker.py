@@ -1,5 +1,7 @@
 """Worker, one process per rank: measures steps of sharded DLRMs and writes their times."""
 
+from __future__ import annotations
+
 import json
 import sys
 import time

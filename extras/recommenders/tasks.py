@@ -1,5 +1,7 @@
 """Random DLRMs to forecast and to measure on this CPU, with tables as large as it can hold."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,6 +6,8 @@ An environment has ``reset()``, ``step(action)`` and ``action_space.sample()``, 
 ``itercast.extras.input.measure`` does.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import sys
 import time

@@ -1,5 +1,7 @@
 """A policy with its value function, what it reads and its loss, as PPO trains it."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 from typing import Any
 

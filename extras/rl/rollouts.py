@@ -5,6 +5,8 @@ an action. The learner then updates the policy from what they saw. Both take tur
 GPUs, or the next rollouts run beside the learner, with weights that are one iteration old.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from typing import Any

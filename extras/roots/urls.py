@@ -3,6 +3,8 @@
 Credentials come from the environment, as each store's client reads them there.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import re

@@ -1,5 +1,7 @@
 """The command ``itercast replay``: what a scheduler gains from a table of throughputs."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -6,6 +6,8 @@ kind that the sum of their speeds, over those with the GPUs that they asked for,
 et al., arXiv:2006.13878). A job that is resized stands still for a checkpoint and a restart.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean

@@ -5,6 +5,8 @@ trace has nine fields, separated by tabs: job type, command, argument of the num
 whether it needs a data folder, steps, GPUs, priority, deadline, arrival in s.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re

@@ -3,6 +3,8 @@
 Jobs run to their end on GPUs of one kind, but where they are resized (``elastic``).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean

@@ -8,6 +8,8 @@ Every cell is a forecast by ``itercast.compose.predict``. Two forms that schedul
   synchronisation in s, by replicas on each node (44: two nodes with 4) and samples per replica.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -5,6 +5,8 @@ messages (those between stages on threads of their own), copies. Flows go
 from a launch to its kernel, from compute to the messages that wait for it, and between ranks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """The timelines that ``--trace`` writes: what a forecast simulates, op by op."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from itercast.capture.opcall import StepCapture

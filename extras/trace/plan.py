@@ -1,5 +1,7 @@
 """The trace of an iteration under a plan: all stages, all micro-batches, all ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """The command ``itercast ui``: what is logged to MLflow, in a browser."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

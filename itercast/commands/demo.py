@@ -1,5 +1,7 @@
 """The command ``itercast demo``: sweep this CPU, train, measure, forecast and compare."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

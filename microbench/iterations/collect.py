@@ -1,5 +1,7 @@
 """Measures a list of iterations: in one process without a plan, under torchrun with one."""
 
+from __future__ import annotations
+
 import logging
 import math
 import time

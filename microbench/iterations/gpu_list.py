@@ -1,5 +1,7 @@
 """The training iterations that are measured on one GPU: small and large, host-bound and not."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from itertools import zip_longest

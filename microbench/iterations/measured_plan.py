@@ -1,5 +1,7 @@
 """Plans that can be measured, not only forecast, and a step under such a plan."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

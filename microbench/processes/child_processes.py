@@ -8,6 +8,8 @@ nothing happens.
 ``python -m itercast.microbench.processes.child_processes MODULE ARGUMENTS`` runs a module so.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
 import runpy

@@ -1,5 +1,7 @@
 """Watches a worker process and kills it, with all it started, when it hangs or is late."""
 
+from __future__ import annotations
+
 import errno
 import math
 import os

@@ -1,5 +1,7 @@
 """Points for a sweep, captured as the op calls of random models of many kinds."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections import Counter, deque

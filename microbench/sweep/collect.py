@@ -1,5 +1,7 @@
 """Runs a sweep within a budget: starts workers, restarts those that die, compacts journals."""
 
+from __future__ import annotations
+
 import json
 import logging
 import math

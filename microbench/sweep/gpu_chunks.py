@@ -5,6 +5,8 @@ host, and sampled for its device time; at last all are profiled in one session. 
 point the host waits for the device, so that an error is raised at the point that caused it.
 """
 
+from __future__ import annotations
+
 import gc
 import logging
 import math

@@ -3,6 +3,8 @@
 No point is measured twice, except that every tenth point is measured again later.
 """
 
+from __future__ import annotations
+
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """Which point a sweep's worker is at, in a file that outlives a worker which dies of it."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Sequence

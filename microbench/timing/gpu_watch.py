@@ -1,5 +1,7 @@
 """Records a GPU's clocks and power while it runs training steps."""
 
+from __future__ import annotations
+
 import time
 
 from itercast.microbench.timing.nvml import Nvml, Reading, combined

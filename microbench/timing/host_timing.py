@@ -1,5 +1,7 @@
 """Host times on a GPU machine: of launching an op, and of calls without a kernel."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Finds the kernels that each of several runs launches, in the trace of one profiler session."""
 
+from __future__ import annotations
+
 import os
 import time
 from bisect import bisect_right

@@ -1,5 +1,7 @@
 """Reads an NVIDIA GPU's clocks, throttle reasons, power, temperature and energy by NVML."""
 
+from __future__ import annotations
+
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Times the references of every chunk: event overhead, gap between kernels, a fixed product."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """Records and reads traces of torch.profiler: nested ops, kernels, and which op launched which."""
 
+from __future__ import annotations
+
 import json
 import tempfile
 from collections import defaultdict

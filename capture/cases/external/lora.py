@@ -5,6 +5,8 @@ the middle. peft keeps them in fp32, so where the base is in half precision x is
 the sum after B is cast back. No dropout.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

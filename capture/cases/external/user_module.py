@@ -1,5 +1,7 @@
 """Capture of a user's own module: a fake copy of it, its inputs, its loss, and its errors."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import sys

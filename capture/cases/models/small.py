@@ -1,5 +1,7 @@
 """A multilayer perceptron and a recurrent language model."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import torch

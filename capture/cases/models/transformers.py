@@ -1,5 +1,7 @@
 """Transformers in the styles of GPT, BERT, Llama and ViT."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

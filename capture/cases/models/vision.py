@@ -1,5 +1,7 @@
 """ViT and ResNet; their ``forward`` takes ``labels`` only because the loss needs them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

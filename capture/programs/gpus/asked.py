@@ -1,5 +1,7 @@
 """What a script asks of the machine it runs on: its capture holds while the answers stay."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import sys

@@ -6,6 +6,8 @@ those of FSDP (``CPUOffloadPolicy``, ``CPUOffload``), which finds its shards on 
 are gathered, gradients after they are scattered.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

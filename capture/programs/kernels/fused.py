@@ -1,5 +1,7 @@
 """Attention in fused kernels of CUDA, which distributed tensors and selective checkpoints see."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

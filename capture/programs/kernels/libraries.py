@@ -1,5 +1,7 @@
 """Kernels of other libraries that are logged as torch's own: attention, numbers in 4 and 8 bits."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial

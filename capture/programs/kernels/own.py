@@ -1,5 +1,7 @@
 """Kernels that programs wrote in Triton or CUDA: they run nothing, and are logged."""
 
+from __future__ import annotations
+
 import sys
 import traceback
 from collections.abc import Iterator

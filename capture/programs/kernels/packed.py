@@ -4,6 +4,8 @@ A recurrent layer over them is captured as one over sequences of equal length: a
 longest one has, of their mean number.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

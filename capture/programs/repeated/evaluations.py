@@ -1,5 +1,7 @@
 """Ends loops that evaluate a model before it is trained after two passes, which show all."""
 
+from __future__ import annotations
+
 import ast
 import linecache
 import sys

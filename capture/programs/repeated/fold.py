@@ -1,5 +1,7 @@
 """Launches of micro-batches that are alike are kept once, with how often they are repeated."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise

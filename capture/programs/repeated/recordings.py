@@ -1,5 +1,7 @@
 """Notes what passes of layers and models launch in backward."""
 
+from __future__ import annotations
+
 import sys
 from collections import Counter
 from collections.abc import Sequence

@@ -12,6 +12,8 @@ them first. Hooks on a layer, and on its parameters, run each time: what DDP and
 whose launches wait for some outside it, or that has hooks inside, runs each time.
 """
 
+from __future__ import annotations
+
 import random
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """What a reader should know about how a script ran, in one line each."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from itercast.capture.opcall import AS_IN_16_BITS, BY_INTEGERS

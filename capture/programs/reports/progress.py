@@ -1,5 +1,7 @@
 """Says on stderr, now and then, what a running script does."""
 
+from __future__ import annotations
+
 import sys
 import threading
 from collections.abc import Callable, Iterator

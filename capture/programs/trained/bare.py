@@ -1,5 +1,7 @@
 """Removes from a model what splits it over GPUs (DDP, FSDP, DeepSpeed): a plan brings its own."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

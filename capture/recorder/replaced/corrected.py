@@ -1,5 +1,7 @@
 """Ops that torch computes wrongly, or not at all, on fake tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

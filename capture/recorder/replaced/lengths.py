@@ -1,5 +1,7 @@
 """Ops of libraries whose results are as long as data say, such as fbgemm's of jagged tensors."""
 
+from __future__ import annotations
+
 from math import ceil
 from typing import Any
 from unittest.mock import patch

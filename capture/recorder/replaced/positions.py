@@ -1,5 +1,7 @@
 """Ops that choose elements by masks, as torch runs them: by the positions that are true."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """TorchScript under a capture: what ``torch.jit`` would compile runs as the Python that it was."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -8,6 +8,8 @@ value ``without``; then only the rows whose first forecast ran code that reads t
 A rule is judged by the sources that it was neither fitted nor checked on.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import sys

@@ -3,6 +3,8 @@
 Source: cs336_basics of https://github.com/stanford-cs336/assignment2-systems.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """SSD object detector (arXiv:1512.02325) on a ResNet-50."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import torch

@@ -5,6 +5,8 @@ transforms are in its own repository. No data set is read: two photographs of sc
 for ImageNet's, resized and coded to the bytes of a mean one of its.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache
 from io import BytesIO

@@ -3,6 +3,8 @@
 And that of the first records of https://github.com/KellerJordan/modded-nanogpt.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

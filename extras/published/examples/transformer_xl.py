@@ -1,5 +1,7 @@
 """Transformer-XL: a language model that also attends to the states of the previous segment."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -3,6 +3,8 @@
 And ResNets for images of 32 x 32 pixels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ Prints each host's slowdown, and errors under the usual host with the row's sour
 host files where a folder is given.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated

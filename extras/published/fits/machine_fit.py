@@ -11,6 +11,8 @@ many it measured. One number, found on sources left out, makes intervals cover w
 (``calibrated``).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -8,6 +8,8 @@ left out in turn; those that judge are forecast by the fit over all of these, an
 alone. Forecasts with factors and anchors are to first order.
 """
 
+from __future__ import annotations
+
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence

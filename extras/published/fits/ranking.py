@@ -7,6 +7,8 @@ as an anchor, each in turn. PARTS is the folder that ``itercast.extras.published
 writes.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

@@ -10,6 +10,8 @@ with the shipped one, and takes its place only with --replace. Of single familie
 alone are replaced.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import shutil

@@ -4,6 +4,8 @@ Each case of this project's own CPU is forecast by the shipped bundle. The half 
 that covers 80 % of the measured iterations; cases count alike, however often they were measured.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

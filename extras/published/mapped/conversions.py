@@ -1,5 +1,7 @@
 """Conversions that a mapping may name: a closed list, so that a mapping holds no code."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

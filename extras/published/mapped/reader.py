@@ -1,5 +1,7 @@
 """Imports published tables by their mapping: a YAML file that says what their columns mean."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields

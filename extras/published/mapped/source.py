@@ -1,5 +1,7 @@
 """A mapping: the YAML file that says what the columns of a published table mean."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace

@@ -1,5 +1,7 @@
 """Reads the files that a mapping names: CSV with or without a header, Parquet, sheets."""
 
+from __future__ import annotations
+
 import csv
 import io
 import json

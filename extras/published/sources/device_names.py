@@ -1,5 +1,7 @@
 """What published names of GPUs and systems leave open: form, memory, node and links."""
 
+from __future__ import annotations
+
 import re
 from difflib import get_close_matches
 from functools import cache

@@ -1,5 +1,7 @@
 """Imports published step times: tables with plans of many models, and timm's benchmarks."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Single layers that others timed, as small torch modules: priced as the ops they consist of."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

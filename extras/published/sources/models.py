@@ -1,5 +1,7 @@
 """Models named in published tables, as configurations to build them from."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Imports tables of ops extracted from torch.profiler traces: kernel time by op and shapes."""
 
+from __future__ import annotations
+
 import json
 from collections import defaultdict
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """Parses published parallel plans into plan text as in ``itercast.capture.plan``."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 

@@ -3,6 +3,8 @@
 They are for Hugging Face transformers where it has the same network, else for timm itself.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """DLRM: a recommendation model of dense features and embedding tables."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 

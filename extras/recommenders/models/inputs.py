@@ -1,5 +1,7 @@
 """What recommenders of ``recommender_cases.yaml`` read, drawn at random, and their losses."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,5 +1,7 @@
 """Ranking models over embedding tables: DLRM with a cross network, DCN-v2, DeepFM."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """Models of a user's history: two towers with attention, and HSTU."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,5 +1,7 @@
 """The network of a DLRM of which some tables are looked up elsewhere."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ plan with ``shard`` (``itercast.extras.recommenders.tables.rank_step``). Shardin
 for together are priced together.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

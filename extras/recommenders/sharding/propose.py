@@ -1,5 +1,7 @@
 """Proposes shardings: at random, greedily by several costs, by torchrec's formulas, by search."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,5 +1,7 @@
 """The captured step of a DLRM whose tables a file describes."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from itercast.capture.opcall import StepCapture

@@ -1,5 +1,7 @@
 """Reads what a sharding is asked for: embedding tables, their lookups, and the dense part."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

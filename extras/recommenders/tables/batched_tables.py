@@ -6,6 +6,8 @@ touched row once: no gradient of a row stands in memory. Copies of tables take p
 gradients are made in backward and summed over ranks with those of the dense part.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """The tables of a captured step as shardings have them, and the lookups of each."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A rank's step of a plan whose tables are spread over ranks, or lie outside of its GPU."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

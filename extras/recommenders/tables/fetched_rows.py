@@ -6,6 +6,8 @@ state, are written back to make room (FBGEMM's ``fused_uvm_caching``, ``key_valu
 cache each lookup reads its row over PCIe.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil

@@ -1,5 +1,7 @@
 """Spreads embedding tables over ranks greedily, the costliest first."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Tells embedding bags of a captured step how their row numbers are distributed."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Embedding tables, how they are sharded over ranks, and such plans in torchrec's form."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

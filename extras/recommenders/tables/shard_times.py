@@ -1,5 +1,7 @@
 """Times of the shards of a captured step's tables, and the sharding that balances them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count

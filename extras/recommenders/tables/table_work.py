@@ -4,6 +4,8 @@ Copies around messages are those of ``itercast.extras.recommenders.sharded_dlrm`
 its ops of one element per sample.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

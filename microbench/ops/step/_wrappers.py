@@ -5,6 +5,8 @@ optimizer's step on sharded parameters minus that on plain ones. With one rank m
 what is left is hooks, dispatch and bookkeeping in Python.
 """
 
+from __future__ import annotations
+
 import os
 import warnings
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Encoder-decoders of transformers with texts of other lengths at the decoder."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -3,6 +3,8 @@
 A generator makes waves from mel spectrograms; eight discriminators judge them beside real ones.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

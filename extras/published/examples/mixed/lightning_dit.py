@@ -3,6 +3,8 @@
 A diffusion transformer of latents with 32 channels, 16 x 16 of them an image.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,5 +1,7 @@
 """MAR-L (arXiv:2406.11838) as https://github.com/LTH14/mar trains it on latents made before."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

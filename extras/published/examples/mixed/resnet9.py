@@ -1,5 +1,7 @@
 """The nine layers of https://github.com/davidcpage/cifar10-fast for images of 32 x 32 pixels."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -4,6 +4,8 @@ Barlow Twins (arXiv:2103.03230, https://github.com/facebookresearch/barlowtwins)
 (arXiv:2006.09882, https://github.com/facebookresearch/swav). Both are without a classifier.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

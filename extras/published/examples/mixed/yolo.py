@@ -1,5 +1,7 @@
 """YOLOv5l as https://github.com/ultralytics/yolov5 had it in the summer of 2021 (its release 5)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

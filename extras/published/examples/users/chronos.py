@@ -1,5 +1,7 @@
 """T5 as https://github.com/amazon-science/chronos-forecasting trains it on time series."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """U-Net that removes noise from images (arXiv:2105.05233), also by a text (arXiv:2112.10752)."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

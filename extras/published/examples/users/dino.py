@@ -1,5 +1,7 @@
 """A ViT that teaches itself (arXiv:2104.14294) as in https://github.com/facebookresearch/dino."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

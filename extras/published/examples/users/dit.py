@@ -1,5 +1,7 @@
 """Diffusion transformer (arXiv:2212.09748) as https://github.com/facebookresearch/DiT trains it."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,5 +1,7 @@
 """The GPT of the baseline of https://github.com/openai/parameter-golf."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

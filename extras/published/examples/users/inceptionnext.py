@@ -1,5 +1,7 @@
 """InceptionNeXt (arXiv:2303.16900) as https://github.com/sail-sg/inceptionnext has it."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

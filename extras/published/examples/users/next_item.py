@@ -1,5 +1,7 @@
 """SASRec (arXiv:1808.09781) and GRU4Rec as https://github.com/RUCAIBox/RecBole has them."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

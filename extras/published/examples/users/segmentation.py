@@ -1,5 +1,7 @@
 """PSPNet and DeepLabV3+ on a dilated ResNet, as in https://github.com/open-mmlab/mmsegmentation."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
