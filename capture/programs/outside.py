@@ -150,7 +150,7 @@ def _starting_tools() -> Callable[..., None]:
             args, options["shell"] = ["echo", _listed_gpus()], False
         programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
         refused = [p for p in programs if os.path.basename(p) not in TOOLS]
-        if refused:
+        if refused and not _by_loader():  # such as ffmpeg, which reads videos
             raise FileNotFoundError(f"{refused[0]!r}: a forecast starts no other programs")
         original_init(process, args, *others, **options)
 

@@ -197,7 +197,13 @@ def _keep_results(modules: Sequence[torch.nn.Module]) -> bool:
     values = [value for module in modules for value in vars(module).values()]
     lists = [value for value in values if isinstance(value, list | tuple)]
     every = (*values, *(x for elements in lists for x in elements))
-    return any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in every)
+    own = [x for x in every if isinstance(x, torch.Tensor) and not _of_parameter(x)]
+    return any(x.grad_fn is not None for x in own)
+
+
+def _of_parameter(tensor: Any) -> bool:
+    """Whether a tensor is a view of a parameter: weights that FSDP cuts anew in each pass."""
+    return isinstance(tensor._base, torch.nn.Parameter)
 
 
 def _in_common(value: Any, first: Any, at: int, depth: int) -> Any:
@@ -208,7 +214,7 @@ def _in_common(value: Any, first: Any, at: int, depth: int) -> Any:
     ``depth``: objects inside objects that are still looked at.
     """
     if isinstance(value, torch.Tensor):
-        return tensor_held(value)
+        return tuple(value.shape) if _of_parameter(value) else tensor_held(value)
     if type(value) is type(first) is int and 0 < at == value - first:
         return "place"
     if type(value) is type(first) is float and value != first:

@@ -867,3 +867,38 @@ with torch.no_grad():
     model.weight.zero_().mul_(2)
 """
     assert captured(written(tmp_path, TRAIN + text + STEPS), gpus=1).ranks
+
+
+FLAT = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+class Layer(torch.nn.Linear):
+    pass
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(8, 8) for _ in range(9))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+dist.init_process_group("nccl")
+model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=0, use_orig_params=WHOLE)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+def test_layers_whose_weights_are_views_of_one_parameter_may_repeat(tmp_path: Path) -> None:
+    """FSDP's first version, as it is by default: its views are written to after each pass.
+
+    Nine layers: a product forward, a gather in each direction, the sum of gradients; as where
+    weights stay parameters. What holds none itself sends nothing.
+    """
+    found = []
+    for whole in ("False", "True"):
+        script = written(tmp_path, FLAT.replace("WHOLE", whole) + STEPS)
+        calls = captured(script, gpus=8).ranks[0].calls
+        kinds = Counter(str(c.kwargs.get("kind", c.op)) for c in calls)
+        found.append((kinds["aten.addmm.default"], kinds["all_gather"], kinds["reduce_scatter"]))
+    assert found == [(9, 9 + 9, 9)] * 2
