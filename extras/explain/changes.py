@@ -99,8 +99,9 @@ def _other_questions(
         return
     if asked.get("attn") == "eager":
         yield "fused attention", SOFTWARE, {**asked, "attn": "sdpa"}
-    if gpu.kind != "cpu" and step.optimizer == "adamw":
-        yield "fused AdamW", SOFTWARE, {**asked, "optimizer": "adamw_fused"}
+    name, *beside = step.optimizer.split("+")
+    if gpu.kind != "cpu" and name == "adamw":
+        yield "fused AdamW", SOFTWARE, {**asked, "optimizer": "+".join(["adamw_fused", *beside])}
     if not asked.get("channels_last") and any(c.op == CONVOLUTION for c in step.calls):
         yield "channels_last (NHWC)", SOFTWARE, {**asked, "channels_last": True}
     faster = _faster_dtypes(asked.get("dtype") or "fp32", gpu, plan)

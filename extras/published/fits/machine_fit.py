@@ -130,8 +130,8 @@ def forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> p
 def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFrame:
     """Each machine's steps after ``count`` others: log(measured / forecast), its deviation.
 
-    ``covered``: whether it is within the interval, ``below``: below it; ``half``: half the
-    interval's width in log time; ``loss``: what both ends lose as quantiles of 10 and 90 %.
+    ``covered``: whether it is within the interval; ``half``: half the interval's width in log time;
+    ``loss``: what both ends lose as quantiles of 10 and 90 %.
     Anchors are drawn at random: each step is one once where one is drawn; three are drawn as often
     as there are steps. One that a forecast refuses as another configuration than stated is none.
     """
@@ -153,7 +153,6 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
             "log_ratio": log_ratio,
             "deviation": deviation,
             "covered": np.abs(log_ratio) <= half,
-            "below": log_ratio < -half,
             "half": half,
             "loss": _loss_of_ends(log_ratio, half),
         }

@@ -177,33 +177,30 @@ def _parts(source: pd.DataFrame | Path, pool: Executor) -> pd.DataFrame:
 
 
 def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd.DataFrame:
-    """Errors in % by source: of forecasts as priced (count -1), or of typical machines.
+    """Errors in % by source of forecasts that know ``count`` measured steps of the machine.
 
-    Those know ``count`` measured steps of the machine (``with_anchors``), and tell in % how many
-    errors are inside the interval (``covered``) and below it, its median half width in log
-    (``half``), and the mean loss of its ends.
+    And in % how many errors are inside the interval (``covered``), its median half width in log
+    (``half``), and the mean loss of its ends (``with_anchors``).
     """
     lines = {}
     for source, of_source in steps.groupby("source"):
-        left = with_anchors(of_source, spreads[str(source)], max(count, 0))
+        left = with_anchors(of_source, spreads[str(source)], count)
         if not len(left):
             continue
-        log = of_source["log_ratio"] if count < 0 else left["log_ratio"]
-        measured = np.exp(log.to_numpy(dtype=float))
+        measured = np.exp(left["log_ratio"].to_numpy(dtype=float))
         scores = errors(np.ones(len(measured)), measured)
         names = ("mape_pct", "median_ape_pct", "p90_ape_pct", "worst_ape_pct", "bias_pct")
         line = {name.removesuffix("_ape_pct").removesuffix("_pct"): scores[name] for name in names}
-        if count >= 0:
-            line |= {name: 100 * left[name].mean() for name in ("covered", "below")}
-            line |= {"half": left["half"].median(), "loss": left["loss"].mean()}
+        line |= {"covered": 100 * left["covered"].mean(), "half": left["half"].median()}
+        line |= {"loss": left["loss"].mean()}
         lines[source] = {"steps": len(of_source), **line}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
 def tables(steps: pd.DataFrame, spreads: Mapping[str, Spread], titles: Sequence[str]) -> str:
-    """Errors by role and source: as priced, of a typical machine, with one and three anchors."""
+    """Errors by role and source: of a typical machine, with one and three anchors."""
     text = []
-    for count, title in zip((-1, *ANCHORS), titles, strict=True):
+    for count, title in zip(ANCHORS, titles, strict=True):
         found = judged(steps, spreads, count)
         found.insert(0, "role", [role_of(source) for source in found.index])
         for role in ROLES:
@@ -216,13 +213,10 @@ def tables(steps: pd.DataFrame, spreads: Mapping[str, Spread], titles: Sequence[
 def _summary(lines: pd.DataFrame) -> str:
     mean, bias = lines["mape"].mean(), lines["bias"].mean()
     told = f"mean of {len(lines)} sources {mean:.1f} %, bias {bias:+.1f}"
-    if "covered" not in lines:
-        return told
     few = int((lines["covered"] < FEW_PCT).sum())
     covered = f"covered {lines['covered'].mean():.0f} %, less than {FEW_PCT:.0f} % of {few}"
-    below = f"{lines['below'].mean():.0f} % below, loss {lines['loss'].mean():.3f}"
     half = f"half width of the median source {lines['half'].median():.2f}"
-    return f"{told}, {covered}, {below}, {half}"
+    return f"{told}, {covered}, loss {lines['loss'].mean():.3f}, {half}"
 
 
 def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Spread]) -> str:
@@ -264,7 +258,7 @@ def main(
     known = steps[steps["source"].isin(ROLES["finds causes"])]
     whole, without = calibrated(known)
     spreads = {str(s): without.get(str(s), whole) for s in steps["source"].unique()}
-    print(tables(steps, spreads, ("as priced", "typical machine", "one anchor", "three anchors")))
+    print(tables(steps, spreads, ("typical machine", "one anchor", "three anchors")))
     text = typical_text(known, whole, without)
     print(text)
     if write:

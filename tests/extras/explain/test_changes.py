@@ -74,6 +74,17 @@ def test_twice_a_rate_never_slows_and_at_most_halves() -> None:
     assert all(-1e-3 <= c.gain_frac <= 1 + 1e-3 for c in found)
 
 
+def test_a_fused_optimizer_does_beside_its_update_what_the_asked_one_does() -> None:
+    """Clipping and a moving average stay: one kernel is in place of AdamW's alone."""
+    asked = {"gpu": H100, "optimizer": "adamw+clip+ema"}
+    gain = by_name(changes("mlp-s", asked))["fused AdamW"].gain_frac
+    base, fused = (
+        forecast_step(*prepare("mlp-s", **{**asked, "optimizer": f"{name}+clip+ema"}))
+        for name in ("adamw", "adamw_fused")
+    )
+    assert gain == pytest.approx(base.iteration_us / fused.iteration_us - 1)
+
+
 def test_changes_follow_the_question() -> None:
     """Only what is not asked for already is proposed, and each gain is that of its own forecast."""
     asked = {"gpu": "a100-sxm-80gb", "attn": "eager", "optimizer": "adamw_fused", "batch": 4}
