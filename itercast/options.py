@@ -94,18 +94,13 @@ HfConfig = Annotated[
     Path | None,
     typer.Option(help="Hugging Face or timm config.json; needs --batch, and --seq for text"),
 ]
-Gpus = Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="number of GPUs")]
-Batch = Annotated[
-    int | None,
-    typer.Option(parser=whole_number, metavar="N", help="samples per replica and step"),
-]
+counting = functools.partial(typer.Option, parser=whole_number, metavar="N")
+Gpus = Annotated[int | None, counting(help="number of GPUs")]
+Batch = Annotated[int | None, counting(help="samples per replica and step")]
 GlobalBatch = Annotated[
-    int | None,
-    typer.Option(
-        parser=whole_number, metavar="N", help="samples per step over all replicas, for --batch"
-    ),
+    int | None, counting(help="samples per step over all replicas, for --batch")
 ]
-Seq = Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="sequence length")]
+Seq = Annotated[int | None, counting(help="sequence length")]
 Lengths = Annotated[
     str,
     typer.Option(

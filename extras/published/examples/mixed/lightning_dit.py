@@ -10,18 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from itercast.capture.cases.models.transformers import rotate
-from itercast.extras.published.examples.users.dit import shifted
+from itercast.extras.published.examples.users.dit import FREQUENCIES, shifted, waves
 
 WIDTH, HEADS, DEPTH, SIDE, CHANNELS = 1152, 16, 28, 16, 32
 HIDDEN = WIDTH * 4 * 2 // 3
-FREQUENCIES = 256  # of a time's sinusoid
-
-
-def waves(times: Tensor) -> Tensor:
-    """(n) times to (n, frequencies) cosines and sines."""
-    turns = 1e4 ** -(torch.arange(FREQUENCIES // 2, device=times.device) * 2 / FREQUENCIES)
-    angles = times[:, None].float() * turns
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 class Block(nn.Module):

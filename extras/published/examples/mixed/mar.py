@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from itercast.extras.published.examples.mixed.lightning_dit import waves
+from itercast.extras.published.examples.users.dit import waves
 
 PLACES, CHANNELS, BUFFER = 256, 16, 64  # latents of an image, their channels, class tokens before
 MASKED = 222  # 0.867 of the places: mean of a Gaussian about 1 of width 0.25 between 0.7 and 1

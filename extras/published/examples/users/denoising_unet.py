@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from itercast.capture.step import Inputs
+from itercast.extras.published.examples.users.dit import waves
 
 GROUPS = 32  # of channels, in each norm
 
@@ -150,9 +151,7 @@ class DenoisingUnet(nn.Module):
         text: Tensor | None = None,
     ) -> Tensor:
         """(batch, channels, h, w) to the same; ``noise`` is the loss's."""
-        turns = 1e4 ** -(torch.arange(self.base // 2, device=times.device) * 2 / self.base)
-        angles = times[:, None].float() * turns
-        time = self.times(torch.cat((angles.cos(), angles.sin()), dim=1).type_as(images))
+        time = self.times(waves(times, self.base).type_as(images))
         x = self.stem(images)
         kept = [x]
         for part in self.down:

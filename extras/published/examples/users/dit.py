@@ -36,6 +36,13 @@ class DitBlock(nn.Module):
         return x + parts[5] * self.down(y)
 
 
+def waves(times: Tensor, frequencies: int = FREQUENCIES) -> Tensor:
+    """(n) times to (n, frequencies) cosines and sines."""
+    turns = 1e4 ** -(torch.arange(frequencies // 2, device=times.device) * 2 / frequencies)
+    angles = times[:, None].float() * turns
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
 def shifted(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """x times 1 + scale, and shift added."""
     return x * (1 + scale) + shift
@@ -65,10 +72,7 @@ class Dit(nn.Module):
     ) -> Tensor:
         """(batch, 4, size, size) to (batch, 8, size, size); ``noise`` is the loss's."""
         x = self.patches(latents).flatten(2).transpose(1, 2) + self.positions
-        turns = 1e4 ** -(torch.arange(FREQUENCIES // 2, device=times.device) * 2 / FREQUENCIES)
-        angles = times[:, None].float() * turns
-        waves = torch.cat((angles.cos(), angles.sin()), dim=1)
-        condition = self.times(waves.type_as(latents)) + self.classes(labels)
+        condition = self.times(waves(times).type_as(latents)) + self.classes(labels)
         for block in self.blocks:
             x = block(x, condition)
         parts = self.modulation(F.silu(condition)).unsqueeze(1).chunk(2, dim=-1)
