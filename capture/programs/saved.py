@@ -169,7 +169,7 @@ class _Unread(_Opened):
     def get_tensor(self, name: str) -> Tensor:
         from safetensors.torch import _TYPES
 
-        dtype = _TYPES[self._tensors[name]["dtype"]]
+        dtype: Any = _TYPES[self._tensors[name]["dtype"]]
         if dtype.is_floating_point:
             return torch.empty(self._tensors[name]["shape"], dtype=dtype, device=self._place)
         with _disable_current_modes(), self._opened() as opened:
