@@ -22,9 +22,6 @@ ALLOWED = {
     "dtype": ("fp32", "tf32", "bf16", "fp16"),
     "attn": ("sdpa", "eager"),
 }
-# What may follow an optimizer's name: gradients are clipped to a norm over all of them before its
-# update; a moving average of the parameters is kept, which each update moves.
-BESIDE_UPDATE = ("clip", "ema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,8 @@ class StepSettings:
     """What one step does: the command line has options of the same names.
 
     ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
-    ``optimizer``: a name, and what is done beside its update (``BESIDE_UPDATE``): adamw+clip+ema.
+    ``optimizer``: a name, and what is done beside its update: +clip (gradients are clipped to a
+    norm over all of them before it), +ema (it moves an average of the parameters), or both.
     ``channels_last``: parameters and inputs of four dimensions lie in memory as NHWC.
     """
 
@@ -46,12 +44,12 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
-            value = update_of(getattr(self, name))
+            value = update_of(self.optimizer) if name == "optimizer" else getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
         name, *beside = self.optimizer.split("+")
-        in_order = [b for b in BESIDE_UPDATE if b in beside]
-        if beside and (name in ("muon", "none") or beside != in_order):
+        in_order = beside in (["clip"], ["ema"], ["clip", "ema"])
+        if beside and (name in ("muon", "none") or not in_order):
             only = "+clip, +ema or +clip+ema may follow a name, of muon and none nothing"
             raise ValueError(f"optimizer {self.optimizer!r}: {only}")
         if self.amp and self.dtype not in ("bf16", "fp16"):

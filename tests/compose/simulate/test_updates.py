@@ -91,6 +91,8 @@ def test_an_average_is_one_more_copy_of_a_rank_s_parameters(plan: str) -> None:
 def test_what_may_follow_an_optimizers_name(optimizer: str) -> None:
     with pytest.raises(ValueError, match="optimizer '"):
         StepSettings(optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"mode 'train\+clip': allowed are"):
+        StepSettings(mode="train+clip")
 
 
 @pytest.mark.parametrize(("stack", "held"), [(OLD, 60), (NEW, 0)])
