@@ -135,15 +135,17 @@ def batch_size(batch: Any, loader: DataLoader[Any]) -> tuple[int, int]:
 
     Samples are the loader's ``batch_size`` if a tensor or a list of the batch is as long, as the
     first tensor may hold all boxes, or one picture; or if the first is several times as long, as of
-    several crops of each sample. Else the length of the first tensor or list.
+    several crops of each sample. Else the length of the first tensor; without tensors, as of a
+    dict of a video's frames, the loader's ``batch_size`` or the batch's own length.
     """
     tensors = _tensors(batch)
     lengths = [t.shape[0] for t in tensors if t.dim()]
-    samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
+    asked = [getattr(owner, "batch_size", None) for owner in (loader, loader.batch_sampler)]
+    own = len(batch) if hasattr(batch, "__len__") else 1
+    samples = lengths[0] if lengths else next(filter(None, asked), own)
     parts = batch.values() if isinstance(batch, dict) else batch
     if isinstance(parts, list | tuple | ValuesView):
         lengths += [len(part) for part in parts if isinstance(part, list | tuple)]
-    asked = (getattr(owner, "batch_size", None) for owner in (loader, loader.batch_sampler))
     several = (n for n in asked if n and (n in lengths or (n > 1 and samples % n == 0)))
     samples = next(several, samples)
     return max(1, samples), sum(t.numel() * t.element_size() for t in tensors)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from small_scripts import H100, ITEM, TRAINING, captured, written
+from torch.utils.data import DataLoader
 
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.input.lane import Batches, InputLane
+from itercast.capture.input.timers import batch_size
 from itercast.capture.programs.program import COLLECTIVE, HOST_COPY, read_program, write_program
 from itercast.capture.programs.script import Script, capture_script
 from itercast.compose.programs.forecast import forecast_program
@@ -200,6 +202,14 @@ for batch in torch.utils.data.DataLoader(torch.zeros(40, 8), batch_size=4, colla
 
 def test_two_crops_of_a_picture_are_one_sample(tmp_path: Path) -> None:
     assert captured(written(tmp_path, VIEWS), gpus=1).samples == 4
+
+
+def test_batches_without_tensors_have_as_many_samples_as_the_loader_asks_for() -> None:
+    """A video of 81 frames and its text are one sample, not as many as the dict has keys."""
+    loader: DataLoader[int] = DataLoader(range(8))
+    assert batch_size({"video": [object()] * 81, "prompt": "a dog"}, loader) == (1, 0)
+    loader = DataLoader(range(8), batch_sampler=[[0, 1, 2]])
+    assert batch_size(["a", "b", "c"], loader) == (3, 0)
 
 
 SPAWNED = """
