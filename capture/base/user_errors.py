@@ -50,16 +50,18 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """An error's class and first line, and those of the errors that it was raised from.
+    """An error's class and first line, and those of the errors that it was raised from, or while
+    one was handled: a script that cleans up after an error may fail there again.
 
     Where it quotes the traceback of a worker's process, the last line of that follows.
     """
     first, *others = str(exc).strip().splitlines() or [""]
     worker = f" {others[-1]}" if any("Traceback (most recent" in line for line in others) else ""
     line = f"{type(exc).__name__}: {first}{worker}"
-    if exc.__cause__ is None or str(exc.__cause__) in line:
+    cause = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+    if cause is None or str(cause) in line:
         return line
-    return f"{line}, because of {first_line(exc.__cause__)}"
+    return f"{line}, because of {first_line(cause)}"
 
 
 def passing(file: str, line: int) -> bool | None:

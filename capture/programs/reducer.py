@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import DDPLoggingData
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 BROADCAST_BYTES = 250 * 2**20
@@ -274,6 +275,10 @@ class Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
+
+    def _get_ddp_logging_data(self) -> Any:
+        """Torch's statistics, without any."""
+        return DDPLoggingData()
 
 
 def broadcast_coalesced(

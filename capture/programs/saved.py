@@ -29,9 +29,9 @@ from torch.nn import Parameter
 from torch.serialization import _serialization_tls
 from torch.utils._python_dispatch import _disable_current_modes
 
-from itercast.capture.programs.gpus.loaded import place_of
+from itercast.capture.programs.gpus.loaded import READ, place_of
 from itercast.capture.programs.kept_files import MARK
-from itercast.capture.recorder.facts import is_small_integer
+from itercast.capture.recorder.facts import Known, is_small_integer
 from itercast.capture.recorder.fake import fake_tensor
 from itercast.capture.recorder.replaced.scripted import is_scripted, scripted
 
@@ -103,7 +103,12 @@ def _save(known_values: KnownValues, obj: object, f: Any, *args: Any, **options:
 
 
 def _load(
-    load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any
+    keep: Callable[[Tensor, Tensor], None],
+    load: Callable[..., Any],
+    f: Any,
+    map_location: Any = None,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """As ``torch.load``; files of ``_save`` are unpickled, others are read by ``load``."""
     with _opened(f, "rb") as file:
@@ -112,7 +117,11 @@ def _load(
             with patch.object(_serialization_tls, "map_location", map_location):
                 return pickle.load(file)
         file.seek(start)
-    return load(f, map_location, *args, **options)
+        before = READ.set((file, keep))
+        try:
+            return load(f, map_location, *args, **options)
+        finally:
+            READ.reset(before)
 
 
 def _is_ours(file: Any) -> bool:
@@ -274,21 +283,18 @@ def _loads_distributed(
 
 
 @contextmanager
-def saved_for_loading(known_values: KnownValues) -> Iterator[None]:
+def saved_for_loading(known: Known) -> Iterator[None]:
     """Let a script read again what it saves, inside the context."""
-    both: dict[str, Any] = {
-        "save": partial(_save, known_values),
-        "load": partial(_load, torch.load),
-    }
+    save, read = partial(_save, known.known_values), partial(_load, known.keep)
     load = partial(_loads_distributed, state_dict_loader._load_state_dict)
     with ExitStack() as stack:
         for context in (
-            patch.multiple(torch, **both),
-            patch.multiple(torch.jit, **{**both, "load": partial(_load, torch.jit.load)}),
+            patch.multiple(torch, save=save, load=partial(read, torch.load)),
+            patch.multiple(torch.jit, save=save, load=partial(read, torch.jit.load)),
             patch.object(state_dict_saver, "_save_state_dict", _saves_distributed),
             patch.object(state_dict_loader, "_load_state_dict", load),
         ):
             stack.enter_context(context)
         if find_spec("safetensors"):
-            stack.enter_context(_safetensors(known_values))
+            stack.enter_context(_safetensors(known.known_values))
         yield

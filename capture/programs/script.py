@@ -138,7 +138,7 @@ def capture_script(
             stack.enter_context(nothing_outside(script.owns, listed))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
             stack.enter_context(real_batches(taken, log.routing, on_gpu))
-            stack.enter_context(saved_for_loading(log.routing.known_values))
+            stack.enter_context(saved_for_loading(log.routing))
             stack.enter_context(log.routing.lists_at_once())
             stack.enter_context(own_kernels(log))
             stack.enter_context(xformers_attention())

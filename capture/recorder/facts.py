@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isinf
+from operator import ge, gt, le, lt
 from typing import Any
 from unittest.mock import patch
 from weakref import finalize
@@ -24,9 +25,9 @@ from itercast.capture.opcall import Args, Argument, Kwargs
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
 
 FILLED_LIMIT = 2**20  # elements of one that the program filled with a number
-NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1}  # what ops fill a tensor with
-GIVEN = ("full", "fill_")  # with their last argument
-SIGNS = {"gt": 1.0, "ge": 1.0, "lt": 0.0, "le": 0.0}  # of a number, such as a norm, beside 0
+NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1, "empty": 0}  # what ops fill a tensor with
+GIVEN = ("full", "fill_", "scalar_tensor")  # with their last argument
+ORDERS = {"gt": gt, "ge": ge, "lt": lt, "le": le}
 AND, OR = ("bitwise_and", "logical_and", "mul"), ("bitwise_or", "logical_or")
 
 
@@ -147,33 +148,19 @@ def all_alike(share: float, mask: Tensor) -> Fact:
 def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     """The fact about a comparison with an unknown number, None for other ops.
 
-    It is guessed to equal no other number, and to be positive; among many floats it equals one, as
-    a time step does of its schedule. Of unknown integers none equals one of others, but of the same
-    tensor, such as the documents of two tokens, some do.
+    It is guessed to be 1, as one that is read is, and to equal no unknown one; among many floats it
+    equals one, as a time step does of its schedule.
     """
-    if name in ("eq", "ne") and (not output.dim() or _are_others(*args[:2])):
+    if name in ("eq", "ne") and not output.dim():
         return Fact(mean=float(name == "ne"), guessed=True)
     if name == "eq" and all(isinstance(t, Tensor) and t.is_floating_point() for t in args[:2]):
         least, most = sorted(t.numel() for t in args[:2])
         if least == 1 < most:
             return Fact(mean=1 / most)
-    if name in SIGNS and output.numel() == 1 and is_number(args[1], 0):
-        return all_alike(SIGNS[name], output)
+    if name in ORDERS and output.numel() == 1 and isinstance(args[1], int | float):
+        share = float(ORDERS[name](1, args[1]))
+        return Fact(mean=share, guessed=True) if args[1] else all_alike(share, output)
     return None
-
-
-def _are_others(first: Argument, second: Argument) -> bool:
-    """Whether two values are tensors of integers in memory of their own."""
-    if not (_are_integers(first) and _are_integers(second)):
-        return False
-    one, other = (t.untyped_storage()._cdata for t in (first, second))
-    return bool(one != other)
-
-
-def _are_integers(value: Argument) -> bool:
-    """Whether a value is a tensor of integers, and no mask."""
-    integers = isinstance(value, torch.Tensor) and not value.is_floating_point()
-    return integers and value.dtype != torch.bool
 
 
 def overwrites(func: OpOverload) -> bool:
@@ -260,6 +247,8 @@ def filled(name: str, args: Args, output: Argument) -> Tensor | None:
     kind = _fills(name)
     number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
+    if small and kind == "empty":  # whose parts a program fills; until then any number is right
+        small = name != "empty_like" and not output.is_floating_point()
     if not isinstance(number, int | float) or not small or not is_computed(output):
         return None
     return torch.full(output.shape, number, dtype=output.dtype)
@@ -311,6 +300,13 @@ class Known:
         fact = self.facts.pop(tensor, None)
         if overwritten and fact is not None and fact.values is not None:
             self._forget(fact.values)
+
+    def may_fill(self, tensors: Sequence[Argument]) -> None:
+        """Forget tensors of zeros: a kernel that nobody knows ran on them, and fills such."""
+        for tensor in tensors:
+            fact = self.fact(tensor)
+            if fact is not None and fact.values is not None and not fact.values.any():
+                self._drop(tensor, overwritten=True)
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
         """Note a fake tensor's values, unless they are many: programs look places up by them."""

@@ -128,7 +128,7 @@ class Routing(Known):
         except DataDependentOutputException:
             if self.guesses is None:
                 raise
-            return self._turned(self._guessed_number(name, args[0]))
+            return self._turned(self._guessed_number(name, args))
         except DynamicOutputShapeException:
             output = as_integers_say(self, func, args, kwargs)
             if output is None and self._guesses():
@@ -145,11 +145,14 @@ class Routing(Known):
             self.guesses[GUESS] = extract_stack()
         return self.guesses is not None
 
-    def _guessed_number(self, name: str, tensor: Tensor) -> Argument:
-        """A number that the host reads, or whether two tensors are equal."""
-        if name == "equal" or tensor.dtype == torch.bool:
+    def _guessed_number(self, name: str, args: Args) -> Argument:
+        """A number that the host reads, or whether two tensors are equal, as numbers seem to be."""
+        if name == "equal" and all(t.numel() == 1 for t in args[:2]):
+            first, second = (self.fact(t) or Fact() for t in args[:2])
+            return first.mean == second.mean and self._guesses()
+        if name == "equal" or args[0].dtype == torch.bool:
             return self._guesses()
-        return 1.0 if tensor.is_floating_point() else 1
+        return 1.0 if args[0].is_floating_point() else 1
 
     def _turned(self, number: Argument) -> Argument:
         """A guessed number, negated at every ``TURNS_AFTER``-th read by a line: so loops end whose
@@ -199,6 +202,12 @@ class Routing(Known):
                 self._note_values(func, args, kwargs, output)
             return
         if self.guesses is not None and self._note_certain(name, args, output):
+            return
+        if isinstance(out := kwargs.get("out"), torch.Tensor):
+            if self._known_by_value((*args, out)):
+                self._note_values(func, args, {**kwargs, "out": self._with_values(out)}, output)
+            else:
+                self._drop(out, overwritten=True)
             return
         if name in ONES:
             self.facts[output] = Fact(mean=1.0)

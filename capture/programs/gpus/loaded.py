@@ -1,4 +1,4 @@
-"""What ``torch.load`` makes of a file under fake tensors: shapes and places, no data.
+"""What ``torch.load`` makes of a file under fake tensors: shapes, places, and small integers' data.
 
 Torch sets a loaded fake tensor's device in Python alone, so that its kernels meet two devices, and
 takes no function as ``map_location`` (torch 2.13, torch/_utils.py). Pretrained weights that
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from traceback import StackSummary, extract_stack
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +19,31 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.serialization import _serialization_tls
+from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.capture.recorder.facts import FILLED_LIMIT, is_small_integer
 
 LOCATION_OF = torch._utils._get_restore_location
+READ = ContextVar[Any]("READ", default=None)  # the file being loaded; what keeps known values
+
+
+def _read_integers(tensor: Tensor, memory: Any) -> None:
+    """Keep a small integer tensor's values, from where torch says that they lie in the file.
+
+    Places of samples in a data set and tokens are such: programs take numbers and shapes of them.
+    """
+    start = getattr(memory, "_checkpoint_offset", None)
+    small = is_small_integer(tensor) and memory.nbytes() <= 8 * FILLED_LIMIT
+    if READ.get() is None or start is None or not small or not memory.nbytes():
+        return
+    file, keep = READ.get()
+    before = file.tell()
+    file.seek(start)
+    data = bytearray(file.read(memory.nbytes()))
+    file.seek(before)
+    form = tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
+    with _disable_current_modes():
+        keep(tensor, torch.frombuffer(data, dtype=tensor.dtype).as_strided(*form))
 
 
 @contextmanager
@@ -70,7 +94,9 @@ def _placed(tensor: Tensor) -> Tensor:
     part = whole.view(tensor.dtype).as_strided(
         tensor.size(), tensor.stride(), tensor.storage_offset()
     )
-    return part.detach().requires_grad_(tensor.requires_grad)
+    part = part.detach().requires_grad_(tensor.requires_grad)
+    _read_integers(part, memory)
+    return part
 
 
 class WeightsNotRead(dict[str, Any]):

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils import cpp_extension
+from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.collectives import tensors_in
 from itercast.capture.programs.kernels.libraries import FUSED
@@ -40,6 +41,8 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
         tensors = tensors_in((args, kwargs))
         numel = max((t.numel() for t in tensors), default=0)
         log.add(FUSED, tuple(tensors), {"ops": 1, "numel": numel}, ())
+        with _disable_current_modes():
+            log.routing.may_fill(tensors)
         guess = "kernels in Triton or CUDA are taken to pass over their arguments once"
         log.guesses.setdefault(guess, traceback.extract_stack())
 

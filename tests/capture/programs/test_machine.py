@@ -265,6 +265,11 @@ def train(model, critic, x):
             optimizer.step()
 def fail():
     raise RuntimeError("no") from ValueError("this is why")
+def clean_up():
+    try:
+        raise ValueError("this is why")
+    finally:
+        raise RuntimeError("no")
 """
 USES_IT = """
 import sys, torch
@@ -286,13 +291,14 @@ def test_loops_and_errors_inside_a_library_are_seen(tmp_path: Path) -> None:
     ops = Counter(c.op for c in program.ranks[0].calls)
     assert ops["aten.addmm.default"] == 5 + 6 and ops["aten.mm.default"] == 6
     assert program.optimizer_steps == 6
-    script = written(tmp_path / "scripts", USES_IT.format(what="fail()"))
-    told = (
-        r"RuntimeError: no, because of ValueError: this is why "
-        r"\(train.py:6: library.fail\(\); library.py:13: raise RuntimeError"
-    )
-    with pytest.raises(ValueError, match=told):
-        captured(script, str(tmp_path / "packages"), gpus=1)
+    for what, line in (("fail", 13), ("clean_up", 18)):
+        script = written(tmp_path / "scripts", USES_IT.format(what=f"{what}()"))
+        told = (
+            r"RuntimeError: no, because of ValueError: this is why "
+            rf"\(train.py:6: library.{what}\(\); library.py:{line}: raise RuntimeError"
+        )
+        with pytest.raises(ValueError, match=told):
+            captured(script, str(tmp_path / "packages"), gpus=1)
 
 
 GENERATES = """

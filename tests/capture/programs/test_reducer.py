@@ -119,6 +119,17 @@ def test_join_counts_in_forward_the_ranks_that_still_have_data() -> None:
     assert sent(launched(program)) == [4, 4, 4 * (64 + 8)]
 
 
+def test_statistics_can_be_asked_for() -> None:
+    """As Lightning does when it ends, also after an error."""
+
+    def program() -> Any:
+        model = DistributedDataParallel(nn.Linear(8, 8))
+        assert "can_set_static_graph" not in model._get_ddp_logging_data()
+        return lambda: model(torch.randn(4, 8)).sum().backward()
+
+    assert sent(launched(program)) == [4 * (64 + 8)]
+
+
 def test_hooks_compress_what_is_sent() -> None:
     """Layers of 64 x 64 + 64 numbers in fp16: 2 B each. A bucket is copied in, cast, cast back."""
 
