@@ -123,6 +123,8 @@ def make_optimizer(
         return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=True)
     if name == "lamb":
         return function_of("optimizers", "lamb")(parameters, lr=1e-4)
+    if name not in ("adamw", "adamw_fused"):
+        raise ValueError(f"optimizer {name!r}: no optimizer of this name is made")
     fused = name == "adamw_fused"
     return torch.optim.AdamW(
         parameters, lr=1e-4, capturable=capturable, fused=fused, foreach=not fused

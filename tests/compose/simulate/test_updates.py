@@ -10,7 +10,7 @@ from plan_case import GPU, Fixed, call, tensor
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.capture.step import StepSettings
+from itercast.capture.step import StepSettings, make_optimizer
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import forecast
 from itercast.compose.graph.launch_modes import launches
@@ -93,6 +93,8 @@ def test_what_may_follow_an_optimizers_name(optimizer: str) -> None:
         StepSettings(optimizer=optimizer)
     with pytest.raises(ValueError, match=r"mode 'train\+clip': allowed are"):
         StepSettings(mode="train+clip")
+    with pytest.raises(ValueError, match=r"optimizer 'sgd\+clip': no optimizer of this name"):
+        make_optimizer([torch.ones(2)], "sgd+clip")  # clipping is of the step
 
 
 @pytest.mark.parametrize(("stack", "held"), [(OLD, 60), (NEW, 0)])
