@@ -44,9 +44,8 @@ def with_narrow_products(capture: StepCapture, dtype: str) -> StepCapture:
                     builder.calls += _cast(t, narrow_copy[t.storage], call, dtype)
             if by_weight and call.phase != "backward":
                 multiplied.add(factors[0].storage)
-            read = {
-                t: narrow_copy.get(t.storage, t.storage) for t in factors
-            }  # or the weight itself
+            # Their narrow copies are read, or they themselves where they are weights.
+            read = {t: narrow_copy.get(t.storage, t.storage) for t in factors}
             narrow = {t: replace(t, dtype=dtype, storage=storage) for t, storage in read.items()}
             call = with_tensors(call, narrow)
         for t in call.outputs:  # overwritten: the copy is stale

@@ -24,6 +24,7 @@ FLUSHED = 0.95  # no assumption: share of cold access, of data touched once in a
 # no assumption: a lap through more than a cache finds nothing in it; as replacement is by chance in
 # part, a single flush needs several times as many bytes (four: 97 % of an update on a Xeon)
 FLUSH_OVER_LAP = 4.0
+INTERRUPTED = 2.0  # no assumption: times the median; what takes longer met other work
 MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
@@ -39,14 +40,16 @@ class Timing:
 
 
 def usual_mean(samples: Sequence[float]) -> float:
-    """Mean of samples, each moved to at least 0 and at most twice the median.
+    """Mean of samples, each moved to at least 0 and at most INTERRUPTED times the median.
 
     A step takes the sum of its ops' means: their medians add up to less, as an op is often a little
-    slower than usual and never much faster. What takes longer than twice the median is taken for
-    other work on the machine, of which a step has less than a sample of each op.
+    slower than usual and never much faster. With differences of two noisy times a median may be
+    negative; then it is the result.
     """
     median = statistics.median(samples)
-    return statistics.fmean(min(max(s, 0.0), 2 * median) for s in samples) if median > 0 else median
+    if median <= 0:
+        return median
+    return statistics.fmean(min(max(s, 0.0), INTERRUPTED * median) for s in samples)
 
 
 def summarise(samples_us: list[float]) -> Timing:
