@@ -267,9 +267,11 @@ def test_ops_are_priced_at_their_mean() -> None:
     class Strange(Spread):
         inside = False
 
+    ensemble = Ensemble(trees=None, log_mean=0.1)
+    of_means = {**MODELS, "elementwise": replace(MODELS["elementwise"], ensemble=ensemble)}
+
     class Means(Spread):
-        of_means = Ensemble(trees=None, log_mean=0.1)
-        models = {"elementwise": replace(MODELS["elementwise"], ensemble=of_means)}
+        models = of_means
 
     op = priceable(call("mul.Tensor", tensor(0), tensor(1), out=2))
     assert PriceBook(OfFew(), GPU, 0).price([op])[0].duration_us == pytest.approx(10)
