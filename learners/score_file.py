@@ -29,8 +29,15 @@ def read_file(path: Path) -> pd.DataFrame:
 
 
 def read_few(paths: Sequence[Path]) -> pd.DataFrame:
-    """Read rows in dataset form from Parquet files; ValueError names a file that is not."""
-    parts = {path: read_file(path) for path in paths}
+    """Read rows in dataset form from Parquet files, and from all of ops in dataset roots.
+
+    ValueError names a file that is not such a file, and a folder without any.
+    """
+    of_root = {path: sorted(path.glob("*/*/*/*.parquet")) for path in paths if path.is_dir()}
+    if empty := [path for path, files in of_root.items() if not files]:
+        raise ValueError(f"rows {str(empty[0])!r}: no rows of a dataset root in this folder")
+    files = [file for path in paths for file in of_root.get(path, [path])]
+    parts = {path: read_file(path) for path in files}
     for path, part in parts.items():
         if "time_us" not in part:
             raise ValueError(f"rows {str(path)!r}: the column 'time_us' is missing")

@@ -21,7 +21,7 @@ def calibrate(
     rows: Annotated[
         list[Path],
         typer.Argument(
-            help="Parquet files of measured rows, as in a dataset; with --iterations one file of "
+            help="Parquet files of measured rows, or dataset roots; with --iterations one file of "
             "measured steps, YAML or Parquet"
         ),
     ],
@@ -40,7 +40,7 @@ def calibrate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Correct a bundle for one GPU by 4 to 16 measured rows of each family, or fit a host file."""
+    """Correct a bundle for one GPU by measured rows (4 of a family suffice), or fit a host file."""
     if out is None and host is None and iterations is None:
         raise ValueError(
             "calibrate writes a bundle (--out), a host (--host) or a machine file (--iterations)"

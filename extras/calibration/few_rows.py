@@ -10,13 +10,14 @@ import pandas as pd
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
+from itercast.learners.features.machine_speed import Speed, at_reference_us
 from itercast.learners.seen_shapes import with_shapes
 from itercast.learners.transfer.calibration import Calibration, coordinates, points
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
 
-MAX_ROWS = 500  # of one family and GPU; more are enough for training
+MAX_ROWS = 2000  # of one family and GPU; more are enough for training
 
 
 def calibrate_bundle(
@@ -24,8 +25,9 @@ def calibrate_bundle(
 ) -> Bundle:
     """Return the bundle with the models of all families in ``rows`` calibrated, GPU by GPU.
 
-    Earlier calibrations of the same family and GPU are replaced. ValueError where no row is of a
-    family of the bundle.
+    Times of a CPU's rows are corrected to the speed at which the bundle was trained. Earlier
+    calibrations of the same family and GPU are replaced. ValueError where no row is of a family of
+    the bundle.
     """
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
     rows = rows[rows["time_us"] > 0]
@@ -37,6 +39,8 @@ def calibrate_bundle(
         if name not in models:
             continue
         model, family = models[str(name)], families()[str(name)]
+        speed = Speed(anchors=bundle.anchors, sensitivity=model.sensitivity)
+        part = part.assign(time_us=at_reference_us(part, speed))
         calibration = calibrate_model(model, family, part, hardware)
         shapes = with_shapes(model.facts.get("shapes", ""), part, family)
         models[str(name)] = replace(

@@ -27,6 +27,7 @@ from itercast.options import (
     Json,
     Machine,
     NodeName,
+    Points,
     Question,
     Stack,
     Trace,
@@ -76,6 +77,7 @@ def run(
     machine: Machine = None,
     anchor: Anchor = None,
     trace: Trace = None,
+    points: Points = None,
     as_json: Json = False,
 ) -> None:
     """Forecast a step of an unchanged training script on GPUs that need not exist.
@@ -96,8 +98,9 @@ def run(
 
     place, of_machine = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
-    if (trace is not None or plan) and len(pairs) > 1:
-        raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
+    alone = {"plan": plan, "trace": trace, "points": points}
+    if len(pairs) > 1 and (given := [name for name, value in alone.items() if value]):
+        raise ValueError(f"{given[0]}: of one GPU and one number of GPUs")
     order_facts: Row = {"path": script, "module": module_name, "arguments": arguments or []}
     order_facts |= {"steps": steps, "limit_s": limit, "anew": no_cache}
     orders = list[ScriptOrder]()
@@ -106,6 +109,7 @@ def run(
         orders.append(ScriptOrder(target=target, world_size=count, **order_facts))
     if plan:
         print_under_plan(orders[0], plan, trace, as_json)
+        _keep_points(points, orders[0])
         return
     rows = _forecasts(orders, trace)
     if len(pairs) == 1 and isinstance(rows[0], str):
@@ -117,7 +121,16 @@ def run(
         typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
     else:
         _say(script.name, pairs, rows)
+    _keep_points(points, orders[0])
     leave_if_failed(sum(isinstance(row, str) for row in rows), len(rows))
+
+
+def _keep_points(path: Path | None, order: ScriptOrder) -> None:
+    """Write the ops of the forecasts of an order, if asked for."""
+    from itercast.commands.shared import write_asked
+
+    if path is not None:
+        write_asked(path, order.target)
 
 
 def _say(name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[ScriptForecast | str]) -> None:

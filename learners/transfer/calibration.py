@@ -70,10 +70,12 @@ class Calibration:
         measured = covariance(self.kind, self.at, self.kind, self.at)
         inverse = np.linalg.inv(measured + NOISE**2 * np.eye(len(self.value)))
         cross = covariance(kind, at, self.kind, self.at)
-        shift = cross @ inverse @ self.value
+        weights = cross @ inverse
         prior = SHIFT**2 + KIND**2 + SIZES**2 + DURATION**2
-        posterior = prior - np.einsum("ij,jk,ik->i", cross, inverse, cross)
-        return shift, np.sqrt(np.clip(posterior / prior, 0.0, 1.0)).clip(MIN_INTERVAL_SHARE)
+        posterior = prior - (weights * cross).sum(1)
+        return weights @ self.value, np.sqrt(np.clip(posterior / prior, 0.0, 1.0)).clip(
+            MIN_INTERVAL_SHARE
+        )
 
 
 def covariance(
@@ -81,7 +83,8 @@ def covariance(
 ) -> np.ndarray:
     """Return the prior covariance (n, m) of log errors between n rows and m other rows."""
     same = kind[:, None] == other_kind[None, :]
-    squared = (at[:, None, :] - other_at[None, :, :]) ** 2
-    sizes = SIZES**2 * np.exp(-0.5 * squared[..., :-1].sum(-1) / SIZES_LENGTH**2)
-    duration = DURATION**2 * np.exp(-0.5 * squared[..., -1] / DURATION_LENGTH**2)
+    axes = zip(at.T, other_at.T, strict=True)  # one by one, as rows are up to MAX_ROWS
+    *by_size, by_duration = (np.subtract.outer(a, b) ** 2 for a, b in axes)
+    sizes = SIZES**2 * np.exp(-0.5 * sum(by_size) / SIZES_LENGTH**2)
+    duration = DURATION**2 * np.exp(-0.5 * by_duration / DURATION_LENGTH**2)
     return np.asarray(SHIFT**2 + KIND**2 * same + sizes + duration, dtype=float)

@@ -1,11 +1,13 @@
 """Rows that are learned from: checked, at one speed, under measured names, with hosts' costs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from itercast.extras.calibration.few_rows import calibrate_bundle
-from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.features.host_calls import (
     COLD_POINTWISE,
     HostCall,
@@ -151,6 +153,20 @@ def test_a_calibration_corrects_all_op_aliases() -> None:
     for op in ("addmm", "mm"):
         after = slow.price("gemm", rows.assign(op=op))["predicted_us"]
         assert (after / before).between(1.7, 2.1).all()
+
+
+def test_rows_of_a_slow_moment_correct_as_rows_of_a_usual_one() -> None:
+    """Products that take 4 times as long while the anchors do, too, with a sensitivity of 1."""
+    shipped = Bundle.load(SHIPPED_CPU)
+    ((gpu, threads),) = (key for key in shipped.anchors if key[1] == 2)
+    gemm = replace(shipped.models["gemm"], sensitivity=(1.0, 1.0))
+    known = replace(shipped, models={"gemm": gemm}, anchors={(gpu, threads): (100.0, 50.0)})
+    facts = {"family": "gemm", "gpu": gpu, "threads": threads, "dtype": "fp32", "op": "mm"}
+    rows = pd.DataFrame([{**facts, "m": m, "n": 64, "k": 64, "batch": 1} for m in (64, 128)])
+    usual = rows.assign(time_us=[90.0, 200.0], anchor_us=100.0, serial_us=50.0)
+    slow = usual.assign(time_us=[360.0, 800.0], anchor_us=400.0, serial_us=200.0)
+    by_usual, by_slow = (calibrate_bundle(known, r).price("gemm", rows) for r in (usual, slow))
+    assert by_slow["predicted_us"].to_numpy() == pytest.approx(by_usual["predicted_us"].to_numpy())
 
 
 PEAKS = {"fp32": 1e13}
