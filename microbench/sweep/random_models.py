@@ -47,7 +47,7 @@ def _arguments(kind: str, **sizes: Any) -> Row:
             heads = sizes["heads"] - (sizes["heads"] % 2 if sizes["style"] == "llama" else 0)
             width = heads * min(sizes["head"], max(16, sizes["widest"] // heads))
             experts = picked("experts", "top") if sizes["layer"] == "mixture" else {}
-            plain = picked("layers", "style", "batch", "seq", "vocab")
+            plain = picked("layers", "style", "batch", "seq", "vocab", "dropout")
             return {**plain, **experts, "heads": heads, "width": width}
         case "perceptron":
             return {**picked("batch"), "widths": tuple(sizes[f"w{n}"] for n in range(1, 5))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +31,11 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 class Attention(nn.Module):
     """Self-attention; Llama style has no biases and by default half as many key-value heads."""
 
-    def __init__(self, style: str, width: int, heads: int, kv_heads: int = 0) -> None:
+    def __init__(
+        self, style: str, width: int, heads: int, kv_heads: int = 0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.heads, self.causal = heads, style in ("gpt", "llama")
+        self.heads, self.causal, self.dropout = heads, style in ("gpt", "llama"), dropout
         self.kv_heads = kv_heads or (heads // 2 if style == "llama" else heads)
         self.head_dim = width // heads
         bias = style != "llama"
@@ -48,8 +51,9 @@ class Attention(nn.Module):
         k, v = kv[0], kv[1]
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        grouped = self.kv_heads != self.heads
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        options = {"is_causal": self.causal, "enable_gqa": self.kv_heads != self.heads}
+        dropped = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, **options)
         return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -118,11 +122,13 @@ class Block(nn.Module):
         hidden: int = 0,
         experts: int = 0,
         top: int = 1,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         norm = RMSNorm if style == "llama" else nn.LayerNorm
         self.post = style == "bert"
-        self.attention = Attention(style, width, heads, kv_heads)
+        self.attention = Attention(style, width, heads, kv_heads, dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         if experts:
             self.mlp: nn.Module = Experts(
                 width, hidden or 4 * width, experts, top, style == "llama"
@@ -134,10 +140,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, seq, width) to the same."""
         if self.post:
-            x = self.norm1(x + self.attention(x, angles))
-            return self.norm2(x + self.mlp(x))
-        x = x + self.attention(self.norm1(x), angles)
-        return x + self.mlp(self.norm2(x))
+            x = self.norm1(x + self.dropout(self.attention(x, angles)))
+            return self.norm2(x + self.dropout(self.mlp(x)))
+        x = x + self.dropout(self.attention(self.norm1(x), angles))
+        return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class Transformer(nn.Module):
@@ -156,7 +162,7 @@ class Transformer(nn.Module):
         *,
         tied: bool = True,
         positions: int = 1024,
-        **options: int,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.head_dim = width // heads
