@@ -16,6 +16,7 @@ from itercast.capture.cases.registry import case, case_names, cases_of
 from itercast.capture.opcall import TensorSpec
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_step
+from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.extras.graphs.sampled import sampled_vertices
 from itercast.extras.published.examples.course_lm import CourseLm, written_loss
@@ -25,6 +26,7 @@ from itercast.extras.recommenders.models.ranking import CrossNetwork, DeepFm
 from itercast.extras.recommenders.models.sequences import Hstu
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.iterations.measure import PHASES, measure_iteration
+from itercast.microbench.ops import families, find_family
 
 MEASURED = [n for n in case_names() if case(n).measured]
 SMALL = [n for n in (*MEASURED, *(c.name for c in cases_of("others"))) if n.endswith("-s")]
@@ -69,6 +71,14 @@ PUBLISHED_PARAMETERS = {
     # ResNet-50 less its last stage and head; added maps; boxes and classes
     "ssd300": 25_557_032 - 14_964_736 - 2_049_000 + 3_773_696 + 9 * 13_824 * 85 + 30 * 85,
 }
+
+
+@pytest.mark.parametrize("name", [*SMALL, *SMALL_RECOMMENDERS])
+def test_every_op_that_a_step_calls_can_be_measured(name: str) -> None:
+    points = {(family.name, p) for family, p in map(find_family, capture(name).calls) if family}
+    assert len(points) > 5
+    for family, point in points:
+        families()[family].build(point, "cpu").run()
 
 
 def described(t: TensorSpec) -> tuple[Any, ...]:

@@ -145,10 +145,10 @@ def build(p: Elementwise, device: str) -> Workload:
 
 def _arguments(p: Elementwise) -> Sequence[Any]:
     """What the op is called with, by the names of operands."""
-    if p.form == "scalar":
-        return ["x", "number"]
     if p.tensors == 1 and p.form in ("row", "col"):
         return ["wide"] if p.op == "clone" or p.op in known.UNARY else ["wide", "number"]
+    if p.tensors == 1 and p.op in known.SCALAR:
+        return ["x", "number"]
     tensors = ["x", "y", "z"][: p.tensors]
     arguments: Sequence[Any] = (
         tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
