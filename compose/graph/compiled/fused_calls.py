@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from itercast.capture.opcall import OpCall, TensorSpec
@@ -27,6 +27,31 @@ def name_of(call: OpCall) -> str:
 def read_by(call: OpCall) -> Sequence[TensorSpec]:
     """The tensors whose values a call reads: not one that it fills, or takes only the shape of."""
     return call.tensors()[1:] if name_of(call) in (*FILLS, *SHAPED_AS) else call.tensors()
+
+
+class MakersAndReaders:
+    """The calls that make and that read each storage of a step, by their index.
+
+    ``reads``: tensors that count as read by a call; ``makes``: whether a call's results count.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[OpCall],
+        reads: Callable[[OpCall], Iterable[TensorSpec]] = read_by,
+        makes: Callable[[OpCall], bool] = lambda call: True,
+    ) -> None:
+        self.calls = calls
+        self.makers: dict[int, list[int]] = {}
+        self.readers: dict[int, list[int]] = {}
+        self.given = set[int]()  # storages that are there before the step
+        for i, call in enumerate(calls):
+            for t in reads(call):
+                self.readers.setdefault(t.storage, []).append(i)
+                if t.storage not in self.makers:
+                    self.given.add(t.storage)
+            for t in call.outputs if makes(call) else ():
+                self.makers.setdefault(t.storage, []).append(i)
 
 
 def is_over_columns(call: OpCall) -> bool:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 from itercast.capture.opcall import OpCall, StepCapture
+from itercast.compose.graph.compiled.fused_calls import MakersAndReaders
 from itercast.compose.graph.rewrite import StepBuilder
 
 CallTest = Callable[[OpCall], bool]
@@ -28,7 +29,7 @@ def in_fusion_order(
     """
     for to_makers in (True, False):
         calls = capture.calls
-        users, places = _Users(calls), list(map(place, calls))
+        users, places = _Users(calls, OpCall.tensors), list(map(place, calls))
         not_fused = [i for i, call in enumerate(calls) if not fused(call)]
         position = list(range(len(calls)))  # of a call: its own, or the call that it is moved to
         for i in range(len(calls)) if to_makers else reversed(range(len(calls))):
@@ -46,18 +47,8 @@ def in_fusion_order(
     return capture
 
 
-class _Users:
-    """The calls that make and that read each storage of a step."""
-
-    def __init__(self, calls: Sequence[OpCall]) -> None:
-        self.calls = calls
-        self.makers: dict[int, list[int]] = {}
-        self.readers: dict[int, list[int]] = {}
-        for i, call in enumerate(calls):
-            for t in call.tensors():
-                self.readers.setdefault(t.storage, []).append(i)
-            for t in call.outputs:
-                self.makers.setdefault(t.storage, []).append(i)
+class _Users(MakersAndReaders):
+    """Which calls others are moved to, and which may be moved."""
 
     def makers_read_by(self, i: int) -> Iterable[int]:
         """The earlier calls that make what call i reads."""

@@ -23,6 +23,7 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import COMPLEX, PADDABLE, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.compiled.fused_calls import (
     NORM_GRADIENTS,
+    MakersAndReaders,
     is_over_columns,
     kernel_call,
     name_of,
@@ -166,24 +167,15 @@ class _Kernel:
     copies: set[int] = field(default_factory=set)
 
 
-class _Uses:
-    """The calls that make and read each storage of a step.
+class _Uses(MakersAndReaders):
+    """Which results of calls are read, and by which.
 
     ``again``: storage of a result that backward computes again -> the tensors it reads for that.
     """
 
     def __init__(self, calls: Sequence[OpCall], again: Again) -> None:
-        self.calls, self.again = calls, again
-        self.makers: dict[int, list[int]] = {}
-        self.readers: dict[int, list[int]] = {}
-        self.given = set[int]()  # storages that are there before the step
-        for i, call in enumerate(calls):
-            for t in read_by(call):
-                self.readers.setdefault(t.storage, []).append(i)
-                if t.storage not in self.makers:
-                    self.given.add(t.storage)
-            for t in call.outputs:
-                self.makers.setdefault(t.storage, []).append(i)
+        super().__init__(calls)
+        self.again = again
         self.kept = {t.storage for leaves in self.again.values() for t in leaves}
 
     def maker(self, storage: int) -> int | None:

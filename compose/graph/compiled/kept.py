@@ -26,7 +26,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.compiled.fused_calls import name_of, read_by
+from itercast.compose.graph.compiled.fused_calls import MakersAndReaders, name_of, read_by
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
 from itercast.microbench.ops import find_family
 
@@ -80,27 +80,16 @@ def _is_forward(call: OpCall) -> bool:
     return call.phase in FORWARD or call.recomputed
 
 
-class _Step:
-    """The calls that make and read each storage of a step, and its largest tensor."""
+class _Step(MakersAndReaders):
+    """Which calls are fused, and the largest tensor of each storage."""
 
     def __init__(self, capture: StepCapture, fused: Callable[[OpCall], bool]) -> None:
-        self.calls = capture.calls
+        super().__init__(capture.calls, makes=lambda call: call.phase in (*FORWARD, "backward"))
         self.fused = list(map(fused, capture.calls))
-        self.makers: dict[int, list[int]] = {}
-        self.readers: dict[int, list[int]] = {}
         self.largest: dict[int, TensorSpec] = {}
-        given = dict[int, None]()
-        for i, call in enumerate(capture.calls):
-            for t in read_by(call):
-                self.readers.setdefault(t.storage, []).append(i)
-                if t.storage not in self.makers:
-                    given[t.storage] = None
-            for t in call.outputs if call.phase in (*FORWARD, "backward") else ():
-                self.makers.setdefault(t.storage, []).append(i)
-            for t in call.touched:
-                if t.nbytes >= getattr(self.largest.get(t.storage), "nbytes", 0):
-                    self.largest[t.storage] = t
-        self.given = given.keys()
+        for t in (t for call in capture.calls for t in call.touched):
+            if t.nbytes >= getattr(self.largest.get(t.storage), "nbytes", 0):
+                self.largest[t.storage] = t
         self.free = self.given - {t.storage for t in capture.inputs}  # parameters, buffers
 
     def forwards(self) -> Iterable[list[int]]:
