@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, exp
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import PlanKey, number, share
@@ -73,19 +70,6 @@ def cut_graph(capture: StepCapture, plan: ParallelPlan, cut: Cut) -> StepCapture
     if not graphs:
         raise ValueError(f"plan {str(plan)!r}: cut is of a graph, and the model has none")
     return _Part(capture, plan.dp, cut, *max(graphs)).step()
-
-
-def cut_of(source: ArrayLike, target: ArrayLike, vertices: int, ranks: int) -> tuple[float, float]:
-    """(cut, halo) of a plan whose ranks have equal blocks of the vertices, and the edges to them.
-
-    ``source`` and ``target`` are the vertices of each edge. The halo is that of the largest.
-    """
-    block = ceil(vertices / ranks)
-    starts, ends = np.asarray(source), np.asarray(target)
-    crossing = starts // block != ends // block
-    read = np.unique((ends[crossing] // block) * vertices + starts[crossing])
-    halo = np.bincount(read // vertices, minlength=1)
-    return float(crossing.mean()), float(halo.max() / block)
 
 
 def _graph(call: OpCall) -> tuple[int, int] | None:

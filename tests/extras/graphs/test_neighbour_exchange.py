@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from law_case import outcome
@@ -14,7 +13,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.predict import predict
-from itercast.extras.graphs.neighbour_exchange import cut_graph, cut_of
+from itercast.extras.graphs.neighbour_exchange import cut_graph
 from itercast.microbench.ops import find_family
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
@@ -121,14 +120,6 @@ def test_without_a_counted_halo_its_vertices_are_expected_of_the_cut() -> None:
     assert found[0][1] == round(750 * (1 - math.exp(-1000 / 750))) * WIDTH * 4 == 552 * 64
     everything = messages(cut(step(), "dp=4,cut=1:5"))
     assert everything[0][1] == 750 * 64  # no more than there are
-
-
-def test_cut_and_halo_of_a_small_graph() -> None:
-    """Ranks have vertices 0 1 2 and 3 4 5; of five edges two cross, both from vertex 4."""
-    source, target = np.array([0, 1, 4, 4, 5]), np.array([1, 2, 0, 1, 3])
-    found = cut_of(source, target, 6, 2)
-    assert found == (pytest.approx(0.4), pytest.approx(1 / 3))
-    assert cut_of(torch.tensor(source), torch.tensor(target), 6, 2) == found
 
 
 def test_a_smaller_halo_is_faster_and_more_ranks_do_less_each() -> None:
