@@ -59,7 +59,7 @@ class KnownRanks:
         return self
 
     def program(self, world_size: int) -> ProgramCapture:
-        """The captured ranks as one program; what holds of all of them as the first one has it."""
+        """The captured ranks as one program: passes of the first, held memory of the fullest."""
         done = dict(sorted(self.done.items()))
         fields = [rank.fields for rank in done.values()]
         fullest = max(done.values(), key=lambda rank: rank.peak_bytes)

@@ -294,8 +294,9 @@ class Routing(Known):
         """A tensor as long as the parts that the program splits it into: its length was a guess."""
         shape = list(tensor.shape)
         shape[axis] = sum(lengths)
-        stays = shape == list(tensor.shape) or tensor.requires_grad
-        return tensor if stays else tensor.new_empty(shape)
+        if shape == list(tensor.shape) or tensor.requires_grad:  # a new one has no history
+            return tensor
+        return tensor.new_empty(shape)
 
     def _bincount(self, args: Args, kwargs: Kwargs, top: float) -> Argument:
         """Return the bincount of balanced routing: every number below ``top`` is as frequent."""

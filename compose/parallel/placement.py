@@ -75,7 +75,8 @@ def host_cores(node: Node | None, ranks: int) -> float:
 class Cluster:
     """The devices that a plan runs on: their links, and the groups of ranks by axis.
 
-    ``crossings``: links between unlike GPUs of a plan.
+    ``gpus_per_node``: that have a rank; the ``node`` may have more. ``crossings``: links between
+    unlike GPUs of a plan.
     """
 
     gpu: Gpu
@@ -122,10 +123,10 @@ class Cluster:
 
     @property
     def gpus_of_a_rank(self) -> float:
-        """GPUs of the node per rank on it: above 1 where some of its GPUs have no rank."""
+        """GPUs of the node over ranks on it: above 1 where some of its GPUs have no rank."""
         if self.node is None:
             return 1.0
-        return self.node.gpus_per_node / min(self.gpus_per_node, self.node.gpus_per_node)
+        return max(1.0, self.node.gpus_per_node / self.gpus_per_node)
 
     @property
     def network_bytes_per_s(self) -> float:

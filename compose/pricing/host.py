@@ -112,13 +112,12 @@ def _slowdown(book: PriceBook) -> float:
     if book.gpu.kind != "cpu" or book.host_is_named or book.models.get("host") is None:
         return 1.0
 
-    def of_usual_events() -> float:
-        usual = [Host(op=event) for event in EVENTS]
-        rows = book.points("host", usual)
-        ratios = [float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in usual]
-        return median(ratios)
+    def measured_over_assumed() -> float:
+        events = [Host(op=event) for event in EVENTS]
+        rows = book.points("host", events)
+        return median(float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in events)
 
-    slowdown: float = book.once(("slowdown",), of_usual_events)
+    slowdown: float = book.once(("slowdown",), measured_over_assumed)
     return slowdown
 
 

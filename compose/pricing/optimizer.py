@@ -147,12 +147,12 @@ def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
 
     Calls of an optimizer that has fused kernels stay as they are.
     """
-    large = [c for c in calls if isinstance(c.params, OptimizerOp)]
-    if not large or any(c.params.op in FUSED for c in large):
+    updates = [c for c in calls if isinstance(c.params, OptimizerOp)]
+    if not updates or any(c.params.op in FUSED for c in updates):
         return list(calls)
-    fused = as_fused([c.params for c in large])
-    most = max(large, key=lambda c: c.params.numel)
-    return [replace(most, op=f"aten.{fused.op}.default", params=fused)]
+    fused = as_fused([c.params for c in updates])
+    largest = max(updates, key=lambda c: c.params.numel)
+    return [replace(largest, op=f"aten.{fused.op}.default", params=fused)]
 
 
 def update_bytes(calls: Iterable[Priceable]) -> float:

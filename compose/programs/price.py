@@ -183,6 +183,7 @@ def cluster_of(
 def products_beside(calls: Sequence[OpCall]) -> dict[int, list[int]]:
     """The products that messages sent in parts run beside (async tensor parallelism).
 
+    Those that read what an all_gather brings; the one that writes what a reduce_scatter sends.
     Storage that a message writes -> storages that its products write.
     """
     readers, writers = defaultdict[int, list[int]](list), dict[int, int]()

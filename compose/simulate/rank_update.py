@@ -243,12 +243,12 @@ class RankUpdate(RankTasks):
         As torchrec's DMPCollection.sync sends it after the optimizer.
         """
         rank = self.rank
-        parameters = [p for x in rank.layers for p in x.layer.parameters if p.local]
-        added = rank.model.added_to(rank.layers[0])
-        held = sum(p.nbytes for p in parameters) + added.get("parameters", 0)
-        if rank.plan.table_ranks == rank.plan.stage_ranks or not held:
+        tables = [p for x in rank.layers for p in x.layer.parameters if p.local]
+        of_fullest = rank.model.added_to(rank.layers[0]).get("parameters", 0)
+        held_bytes = sum(p.nbytes for p in tables) + of_fullest
+        if rank.plan.table_ranks == rank.plan.stage_ranks or not held_bytes:
             return []
-        size = held * (1 + state_copies(optimizer))
+        size = held_bytes * (1 + state_copies(optimizer))
         return [Message(kind="all_reduce", axis="table_replicas", message_bytes=size)]
 
 

@@ -231,12 +231,11 @@ class Pipeline:
         return self.ranks[0].plan
 
     def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
-        """When each rank's last backward ends; of ``cyclic`` steps, what a further step adds."""
-        plan = self.plan
+        """When each rank's last backward ends; of cyclic data parallelism what a step more adds."""
+        plan, micro = self.plan, self.plan.microbatches
         if not plan.cdp:
-            return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
-        micro = plan.microbatches
-        mean = [
+            return finish_us(plan.schedule, times, plan.pp, micro)
+        mean = [  # over micro-batches, as the backward of the first one differs
             replace(t, backward_us=fmean([t.of("A", FIRST), *[t.backward_us] * (micro - 1)]))
             for t in times
         ]

@@ -49,13 +49,14 @@ def chunks_of(rank: Rank) -> list[Chunk]:
     The last one has copies of weights that it ties to those of the first, if on another rank.
     """
 
-    def cut() -> list[Chunk]:
+    def cut_into_chunks() -> list[Chunk]:
         chunks = partition(rank.model.layers, rank.plan, _fewest_on_first_stage(rank.model))
-        # where the first rank has the last chunk
-        shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
-        return chunks if shared else [*chunks[:-1], _with_tied(chunks[-1], rank.model)]
+        first_and_last_on_one_rank = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
+        if first_and_last_on_one_rank:
+            return chunks
+        return [*chunks[:-1], _with_tied(chunks[-1], rank.model)]
 
-    return rank.model.once(("chunks", *layout(rank.plan)), cut)
+    return rank.model.once(("chunks", *layout(rank.plan)), cut_into_chunks)
 
 
 def _fewest_on_first_stage(model: PricedModel) -> int:

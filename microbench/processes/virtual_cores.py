@@ -32,7 +32,7 @@ class VirtualCores:
         self._matrix = torch.randn(SIZE, SIZE)
 
     def settle(self) -> None:
-        """Work until the cores are apart, or no time is left to wait."""
+        """Keep all cores busy until they are ``APART`` times as fast as one, or time is up."""
         several = self.ranks > 1 or torch.get_num_threads() > 1
         while several and self.wait_left_s > 0:
             begin_s = time.monotonic()

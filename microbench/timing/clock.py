@@ -198,7 +198,7 @@ class Clock:
         return touched_others(self._flush_mib)
 
     def time_warm(self, workload: Workload) -> Timing:
-        """Time a workload with its operands in cache, of several cores mostly in another one's."""
+        """Time a workload with its operands in cache, where one core of several wrote them."""
         warm_code = self._before(workload)
         rewrite = None if self._cores == 1 else rewritten_by_one_core(workload.run)
 

@@ -68,7 +68,7 @@ class Form:
         )
 
     def tensor(self, log: ProgramLog) -> torch.Tensor:
-        """Another one of this form."""
+        """A new tensor of this form, of which ``log`` knows what it knows of the first."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         if self.on_gpu:
             log.gpu_memory.add(tensor)
@@ -89,7 +89,7 @@ class Wrapped:
     size: tuple[Any, Any]
 
     def tensor(self, log: ProgramLog) -> torch.Tensor:
-        """Another one of this form."""
+        """A new tensor of this class around a new inner one of the same form."""
         inner = {**self.others, self.name: self.inner.tensor(log)}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.facts, *self.size)
         return tensor

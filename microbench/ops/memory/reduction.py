@@ -29,11 +29,14 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, scale_axes, swept
 
-SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
+SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
+SOFTMAX = ("_softmax", "_log_softmax", *SOFTMAX_BACKWARD)
 MOMENTS = ("var", "var_mean", "std")
 INDEXED = ("max", "min")  # with positions of the extremes
 SCANS = ("cumsum",)
-NLL = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
+NLL_FORWARD = ("nll_loss_forward", "nll_loss2d_forward")
+NLL_BACKWARD = ("nll_loss_backward", "nll_loss2d_backward")
+NLL = (*NLL_FORWARD, *NLL_BACKWARD)
 PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
 FACTS = facts_of(__file__)
 MAX_ELEMENTS = 2**23
@@ -110,12 +113,12 @@ def bytes_moved(p: Reduction) -> Numbers:
     itemsize = itemsize_bytes(p.dtype)
     results = 1.0 * p.outer * p.inner
     elements = results * p.size
-    read = np.where(is_any(p.op, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
+    read = np.where(is_any(p.op, (*SOFTMAX_BACKWARD, *PAIRED)), 2.0, 1.0) * elements
     writes_all = is_any(p.op, (*SOFTMAX, *SCANS, "mse_loss_backward"))
     reduced = np.where(is_any(p.op, ("var_mean",)), 2.0, 1.0) * results
     written = np.where(writes_all, elements, reduced)
     positions = np.where(is_any(p.op, INDEXED), 8.0, 0.0) * results
-    nll_backward = is_any(p.op, (NLL[1], NLL[3]))
+    nll_backward = is_any(p.op, NLL_BACKWARD)
     of_nll = results * 8 + np.where(nll_backward, elements, results) * itemsize
     return np.where(is_any(p.op, NLL), of_nll, (read + written) * itemsize + positions)
 
@@ -207,7 +210,7 @@ def from_paired(call: OpCall) -> Reduction:
 
 def resize(p: Reduction, factor: float, first_share: float) -> Reduction:
     """Grows the rows, then their length; losses that read one class per row grow by rows alone."""
-    if p.op in ("nll_loss_forward", "nll_loss2d_forward"):
+    if p.op in NLL_FORWARD:
         return p
     if p.outer == 1 and not p.op.startswith("nll"):
         return scale_axes(p, factor, 1.0, {"size": MAX_NUMEL})
@@ -222,24 +225,26 @@ def allocated_bytes(p: Reduction) -> float:
 
 
 def fallback(p: Reduction, measured: Measured) -> list[Part]:
-    """Prices a reduction that no model has seen on a GPU as a copy of the bytes that it moves.
+    """Prices a reduction that no model has seen on a GPU as kernels that models may have seen.
 
-    A softmax backward is one of its own size and a product of two tensors, gradient and output
-    (torch 2.1, SoftMax.cu); as its forward it goes over four tensors where a row is too long for a
-    block. The gradient of a loss by classes is zeros.
+    Softmax backward multiplies gradient and output, then runs log-softmax's kernel (torch 2.1,
+    SoftMax.cu); a row too long for a block is read and written as often as in the forward, which
+    then stands for it. A loss's backward writes zeros: a copy of its bytes, as are other
+    reductions. Softmax and a loss's forward, and what is left of them, are priced by a roofline.
     """
     if measured.gpu.kind == "cpu" or measured.seen("reduction", p.op, p.dtype):
         return []
-    parts = [Part(family="reduction", params=p)]
-    if p.op in SOFTMAX[2:] and p.inner == 1 and p.size * itemsize_bytes(p.dtype) > BLOCK_BYTES:
+    kernel = Part(family="reduction", params=p)
+    row_bytes = p.size * itemsize_bytes(p.dtype)
+    if p.op in SOFTMAX_BACKWARD and p.inner == 1 and row_bytes > BLOCK_BYTES:
         forward = replace(p, op=p.op.removesuffix("_backward_data"))
-        parts = [Part(family="reduction", params=forward, checked=True)]
+        kernel = Part(family="reduction", params=forward, checked=True)
     if p.op == "_softmax_backward_data":
         numel = p.outer * p.size * p.inner
         product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
-        return [*parts, Part(family="elementwise", params=product)]
-    if p.op in (*SOFTMAX, NLL[0], NLL[2]):
-        return parts if parts[0].checked else []
+        return [kernel, Part(family="elementwise", params=product)]
+    if p.op in (*SOFTMAX, *NLL_FORWARD):
+        return [kernel] if kernel.checked else []
     return [replace(memory_copy(float(bytes_moved(p))), checked=p.op in NLL)]
 
 
