@@ -16,6 +16,11 @@ IDLE_NAMES: Mapping[str, str] = {
     "waiting": "waits for other stages",
     "input": "waits for its batches",
 }
+NAMES: Mapping[str, str] = {  # of shares and families, where others are said as they are
+    "products": "products (GEMM, conv, attention)",
+    "memory": "other ops (memory)",
+    "unmodelled": "ops without a trained model",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,7 @@ def time_parts(forecast: Forecast) -> list[TimePart]:
     slowed_us = max(0.0, forecast.compute_us - total_us)
     times = [(name, COMPUTE, us * scale) for name, us in ops_us.items()]
     times += [
-        ("slowed by messages beside compute", COMPUTE, slowed_us),
+        ("slowed by messages beside compute", COMMUNICATION, slowed_us),
         ("messages not hidden", COMMUNICATION, forecast.exposed_comm_us),
         *((IDLE_NAMES[name], IDLE, us) for name, us in forecast.idle_by_us.items()),
     ]
@@ -56,8 +61,8 @@ def time_parts(forecast: Forecast) -> list[TimePart]:
 def limits(forecast: Forecast) -> dict[str, float]:
     """Shares of the iteration by what bounds it, largest first; they add up to 1.
 
-    "products" (the rate of tensor cores), "memory" (all other ops), "messages", and idle times by
-    cause.
+    "products" (the rate of tensor cores), "memory" (all other ops), "messages" (not hidden, and by
+    how much they slow compute), and idle times by cause.
     """
     shares: dict[str, float] = defaultdict(float)
     for part in time_parts(forecast):
@@ -66,3 +71,9 @@ def limits(forecast: Forecast) -> dict[str, float]:
         bound_of_kind = {COMMUNICATION: "messages", IDLE: part.name, COMPUTE: work}
         shares[bound_of_kind[part.kind]] += part.iteration_frac
     return dict(sorted(shares.items(), key=lambda share: -share[1]))
+
+
+def limits_in_words(forecast: Forecast) -> str:
+    """``limits`` of 1 % or more in one line: "products (GEMM, ...) 67 %, messages 7 %"."""
+    shares = ((NAMES.get(name, name), 100 * frac) for name, frac in limits(forecast).items())
+    return ", ".join(f"{name} {percent:.0f} %" for name, percent in shares if percent >= 1)

@@ -319,10 +319,10 @@ def results_table(results: Sequence[CaseResult]) -> Table:
     """
     title = "predicted against measured training iterations, ms"
     texts, look = ("case", "plan"), {"pad_edge": False, "show_edge": False}
-    numbers = ("predicted", "measured", "error\n%", "retest\n%", "no model\n%")
+    numbers = ("samples", "predicted", "measured", "error\n%", "retest\n%", "without\nmodel %")
     table = headed(title, *texts, *numbers, texts=texts, box=box.SIMPLE_HEAD, **look)
     for result in results:
-        table.add_row(result.case, result.plan, *result.cells)
+        table.add_row(result.name, result.plan, f"{result.samples:,}", *result.cells)
     sources = by_source(results)
     several = len(sources) > 1
     groups = sources if several else totals(results)

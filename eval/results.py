@@ -72,9 +72,14 @@ class CaseResult:
     source: str = ""
 
     @property
+    def name(self) -> str:
+        """The case, with what tells it from other rows of it: GPU, dtype, engine."""
+        return self.case if self.source else self.model
+
+    @property
     def label(self) -> str:
         """The names of the case and its plan."""
-        return f"{self.case} {self.plan}".strip()
+        return f"{self.name} {self.plan}".strip()
 
     @property
     def retest_text(self) -> str:

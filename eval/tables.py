@@ -1,10 +1,11 @@
-"""Prints tables without cutting a number: off a terminal, each is as wide as what it holds."""
+"""Prints tables without cutting a number: off a terminal, up to 120 characters wide."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Container
+from math import log
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 WIDE = 100_000  # characters of a line in a file, a pipe or a log
+TABLE = 120  # of a table there
 LEAST = 14  # characters that a narrow terminal leaves a column of text
 
 
@@ -20,12 +22,18 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def sized(nbytes: float) -> str:
+    """Bytes with three digits in B, KB, MB or GB, of 1,000 each: 4 B, 8.39 MB, 24.3 GB."""
+    power = min(3, int(log(max(nbytes, 1), 1000)))
+    return f"{three_digits(nbytes / 1000**power)} {('B', 'KB', 'MB', 'GB')[power]}"
+
+
 def headed(title: str, *heads: str, texts: Container[str], **look: Any) -> Table:
     """A table without rows, whose columns of ``texts`` may wrap; others are numbers, to the right.
 
     ``look``: options of rich.
     """
-    table = Table(title=title, **look)
+    table = Table(title=title, caption_justify="left", **look)
     for head in heads:
         is_text = head in texts
         table.add_column(
@@ -54,7 +62,7 @@ def print_tables(*tables: Table) -> None:
 
     Right-justified columns are numbers. A terminal too narrow for that breaks the lines itself.
     """
-    width = output().width
+    width = output().width if output().width != WIDE else TABLE
     for table in tables:
         if _unwrapped_width(table) > width:
             Console(width=max(width, _wrap_texts(table)), markup=False).print(table)

@@ -28,6 +28,7 @@ app = typer.Typer(
     cls=OneLineGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # a paragraph's lines are one
     help="Forecast how long a training iteration takes.",
 )
 

@@ -100,15 +100,18 @@ def assumes(forecasts: Sequence[Forecast]) -> str:
     stack, host, network, bundle = (
         _distinct(forecasts, name) for name in ("stack", "host", "network", "bundle")
     )
-    hint = "no node named (--node, --plan node=...): "
+    hint = "no node named (--node, or node= of --plan): "
     network = network.replace("no node named: ", hint, 1).replace("no node named: ", "")
     parts = [f"stack {stack}"] * bool(stack) + [f"host {host}"] * bool(host)
     parts += [network] * bool(network)
-    upto = "up to " if len(forecasts) > 1 else ""
-    assumed_pct = 100 * max(f.assumed_frac for f in forecasts)
+    most = max(forecasts, key=lambda f: f.assumed_frac)
+    assumed_pct = f"{100 * most.assumed_frac:.0f}"
     unmodelled_pct = 100 * max(f.unmodelled_frac for f in forecasts)
-    shares = f"{upto}{assumed_pct:.0f} % of the time rests on assumed numbers "
-    shares += f"(ops without a trained model: {unmodelled_pct:.0f} %)"
+    upto = "up to " if len(forecasts) > 1 and assumed_pct != "0" else ""
+    shares = f"{upto}{assumed_pct} % of the time rests on assumed numbers"
+    if assumed_pct != "0" and (assumed_us := most.assumed_by_us):
+        shares += f", most on {max(assumed_us, key=assumed_us.__getitem__)}"
+    shares += f" (ops without a trained model: {unmodelled_pct:.0f} %)"
     return f"assumes {', '.join(parts)}; {shares}; bundle {bundle}"
 
 
@@ -125,8 +128,9 @@ def say_step(facts: Facts) -> None:
 
 
 def say(line: str, facts: Facts) -> None:
-    """Print what is forecast, what of it is unusual, and what is assumed."""
-    typer.echo("\n".join([line, *(f"note: {x}" for x in facts["unusual"]), facts["assumes"]]))
+    """Print what is forecast, what of it is unusual, and what is assumed, a line for each thing."""
+    assumed = facts["assumes"].replace("; ", "\n  ")
+    typer.echo("\n".join([line, *(f"note: {x}" for x in facts["unusual"]), assumed]))
 
 
 def script_line(

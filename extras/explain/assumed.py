@@ -43,8 +43,11 @@ def assumed_parts(found: Forecast) -> list[AssumedPart]:
     return [_part(name, us, found.iteration_us) for name, us in found.assumed_by_us.items()]
 
 
-def print_parts(parts: Sequence[AssumedPart]) -> None:
+def print_parts(found: Forecast) -> None:
     """Print the assumed numbers of a forecast, and their sources."""
+    if not (parts := assumed_parts(found)):
+        output().print("no assumed number decides this forecast")
+        return
     print_tables(_table(parts))
     for line in _sources(parts):
         output().print(line, highlight=False)

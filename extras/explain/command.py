@@ -16,7 +16,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, model_lines, searched
 from itercast.eval.tables import headed, output, print_tables
 from itercast.options import Json, Question, asks, prints_aside
-from itercast.stated import assumes, question_facts, say_step
+from itercast.stated import assumes, question_facts, say, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.capture_model import SizedModel
@@ -84,7 +84,7 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         typer.echo(json.dumps({"case": name, "forecast": asdict(found), **facts, **plain}))
         return
     if script:
-        typer.echo("\n".join([*model_lines(script["script"]), facts["assumes"]]))
+        say("\n".join(model_lines(script["script"])), {"unusual": [], **facts})
     else:
         say_step(facts)
     listed = [one for one in gains if _percent(one) > 0 or (one.fits and not found.fits)]
@@ -108,19 +108,20 @@ def _percent(one: Change) -> int:
 
 
 def _left_out(others: Sequence[Change]) -> str:
-    """How many changes were tried in vain, and what those that lose cost."""
-    lose = [f"{one.name} {_percent(one)} %" for one in others if _percent(one) < 0]
-    names = f": {', '.join(lose)}" if lose else ""
-    return f"tried too: {len(others) - len(lose)} without gain, {len(lose)} that lose{names}"
+    """The changes that were tried in vain: those that lose say how much."""
+    names = (f"{one.name} {_percent(one)} %" if _percent(one) else one.name for one in others)
+    return f"tried too, without gain: {', '.join(names) or 'none'}"
 
 
 def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) -> list[str]:
-    """The largest micro-batch that fits, and what gains most on the same hardware."""
+    """The largest micro-batch that fits, what bounds a step, and what gains most on such GPUs."""
     from itercast.commands.shared import memory_cell, memory_legend
+    from itercast.compose.time_parts import limits_in_words
 
     room = found.memory_room_bytes / 1e9
     fits = f"; micro-batches of up to {largest:,} samples fit, it has {own:,}" if largest else ""
     told = [f"memory: {memory_cell(found)} of {room:.1f} GB{fits}", *memory_legend([found])]
+    told.append(f"bound by {limits_in_words(found)}")
     same = (one for one in gains if one.kind in SCRIPTED and one.fits and _percent(one) > 0)
     best = [f"{one.name} {_percent(one):+d} %" for one in same][:3]
     return [*told, *([f"gains most on this hardware: {', '.join(best)}"] if best else [])]
@@ -128,12 +129,15 @@ def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) ->
 
 def _parts_table(title: str, parts: Sequence[TimePart]) -> Table:
     """A table of the iteration's parts with bars."""
+    from itercast.compose.time_parts import NAMES
+
     table = headed(title, "part", "kind", "ms", "%", "", texts=("part", "kind", ""))
     longest = max((part.time_us for part in parts), default=1.0)
     for part in parts:
         bar = "█" * round(BAR * part.time_us / longest)
         share = f"{100 * part.iteration_frac:.1f}"
-        table.add_row(part.name, part.kind, f"{part.time_us / 1e3:.2f}", share, bar)
+        name, ms = NAMES.get(part.name, part.name), f"{part.time_us / 1e3:,.2f}"
+        table.add_row(name, part.kind, ms, share, bar)
     return table
 
 
@@ -157,5 +161,5 @@ def _changes_table(gains: Sequence[Change]) -> Table:
     for one in gains:
         fits = Text("fits") if one.fits else Text("too much", "red")
         gain = f"{_percent(one):+d}"
-        table.add_row(one.name, one.kind, f"{one.iteration_us / 1e3:.2f}", gain, fits)
+        table.add_row(one.name, one.kind, f"{one.iteration_us / 1e3:,.2f}", gain, fits)
     return table

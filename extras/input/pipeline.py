@@ -9,6 +9,7 @@ from math import exp, log
 from statistics import NormalDist, quantiles
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.durations import counted
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.forecast import Forecast
 from itercast.compose.parallel.placement import host_cores
@@ -222,15 +223,22 @@ def consumer(forecast: Forecast, lane: InputLane, target: Target, samples: int) 
 
 
 def advice(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> str:
-    """How many workers a loader has, and how many hide it from the step."""
-    own, lane = f"{lane.workers} workers", on_host(lane, target.node)
+    """How many workers a loader has, and how many are enough for the step.
+
+    Batches were timed on this machine; what they take on the node's host is told where it differs.
+    """
+    own, here_us = counted(lane.workers, "worker"), lane.worker.mean_us
     if not lane.workers:
         return own
+    lane = on_host(lane, target.node)
+    if here_us != lane.worker.mean_us:
+        own += f", {lane.worker.mean_us / here_us:.2g} times as slow on its host as on this machine"
     cores = cores_of_a_rank(lane, target, forecast.world_size)
     best = fewest_workers(lane, consumer(forecast, lane, target, samples), cores)
     if best.input_bound:
-        return f"{own}; more do not hide it: it is limited by {best.stage}"
-    return f"{own}; {best.workers} hide it, on a rank's {cores:.0f} cores of its host"
+        return f"{own}; more are no faster: it is limited by {best.stage}"
+    enough = "is" if best.workers == 1 else "are"
+    return f"{own}; {best.workers} {enough} enough on the {cores:.0f} cores of a rank"
 
 
 def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:

@@ -120,10 +120,10 @@ def _print(
     """Print a forecast as one JSON object or as tables."""
     from itercast.commands.shared import add_parts, forecast_table
 
-    parts = function_of("assumed_parts", "list")(forecast) if explain else []
     if as_json:
         shown: dict[str, object] = {"spread": asdict(spread)} if spread else {}
         if explain:
+            parts = function_of("assumed_parts", "list")(forecast)
             shown["assumptions"] = [asdict(part) for part in parts]
         typer.echo(json.dumps({"case": name, **asdict(forecast), **facts, **shown}))
         return
@@ -136,7 +136,7 @@ def _print(
     add_parts(table, forecast)
     print_tables(table)
     if explain:
-        function_of("assumed_parts", "print")(parts)
+        function_of("assumed_parts", "print")(forecast)
 
 
 def _not_modelled(forecast: Forecast, step: StepCapture, target: Target) -> int:

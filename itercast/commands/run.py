@@ -17,9 +17,10 @@ from rich.table import Table
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
+from itercast.commands.predict import Explain
 from itercast.commands.script_case import AsModule, print_under_plan, telling
 from itercast.errors import leave_if_failed
-from itercast.eval.tables import headed, print_tables
+from itercast.eval.tables import headed, print_tables, sized
 from itercast.options import (
     Anchor,
     Bundle,
@@ -78,6 +79,7 @@ def run(
     anchor: Anchor = None,
     trace: Trace = None,
     points: Points = None,
+    explain_assumptions: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Forecast a step of an unchanged training script on GPUs that need not exist.
@@ -122,6 +124,9 @@ def run(
     else:
         _say(script.name, pairs, rows)
     _keep_points(points, orders[0])
+    for row in rows if explain_assumptions and not as_json else ():
+        if not isinstance(row, str):
+            function_of("assumed_parts", "print")(row.forecast)
     leave_if_failed(sum(isinstance(row, str) for row in rows), len(rows))
 
 
@@ -350,31 +355,25 @@ def _fits(row: ScriptForecast) -> str:
 def _print(name: str, row: ScriptForecast) -> None:
     """Print a script's forecast as a table, with its memory, messages, DataLoader and notes."""
     from itercast.commands.shared import add_parts, forecast_table
-    from itercast.compose.time_parts import IDLE_NAMES, limits
 
     forecast, program = row.forecast, row.captured.program
     ungrouped = forecast.world_size > 1 and not program.grouped  # makes no process group
     table = forecast_table(name, forecast, of=" of one process" * ungrouped)
     table.add_row("fits", _fits(row))
     if sent := _sent(program):
-        text = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
+        text = ", ".join(f"{kind} of {sized(nbytes)}" for kind, nbytes in sent.items())
         sizes = sorted({len(call.kwargs["ranks"]) for call in _messages(program)})
         among = " or ".join(map(str, sizes))
         table.add_row("messages of a rank", f"{text}, among {among} ranks")
     if row.loading_us:
-        most = next(iter(limits(forecast)))
-        limit = "its input as measured here" if most == IDLE_NAMES["input"] else "its step"
-        table.title = f"{table.title}, limited by {limit}"
-        table.add_row("its step alone", f"{row.step_us * 1e-3:.2f} ms")
-        table.add_row(
-            "its batches, in one process of this machine", f"{row.loading_us * 1e-3:.2f} ms"
-        )
-        table.add_row("its DataLoader has", row.advice)
+        table.add_row("without waits for batches", f"{row.step_us * 1e-3:,.2f} ms")
+        table.add_row("batches of a rank's step", f"{row.loading_us * 1e-3:,.2f} ms in one process")
+        table.add_row("DataLoader", row.advice)
     if program.passes:
-        table.add_row("its iteration is", ", ".join(program.passes))
+        table.add_row("runs", ", ".join(program.passes))
     if program.optimizer_steps > 1:
         each_ms = forecast.iteration_us / program.optimizer_steps * 1e-3
-        table.add_row("its optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")
+        table.add_row("optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")
     for note in program.notes:
         table.add_row("note", note)
     if row.captured.kept:

@@ -14,7 +14,7 @@ import typer
 
 from itercast.capture.plan import ParallelPlan
 from itercast.eval.tables import print_tables
-from itercast.stated import assumes
+from itercast.stated import assumes, say
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -143,7 +143,7 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
         typer.echo(json.dumps({"case": order.path.name, **asdict(forecast), **more}))
         return
     below = f"below: not the script, but its model under {forecast.plan}"
-    typer.echo("\n".join([*model_lines(facts), below, assumes([forecast])]))
+    say("\n".join([*model_lines(facts), below]), {"unusual": [], "assumes": assumes([forecast])})
     table = forecast_table(f"the model of {order.path.name}", forecast)
     add_parts(table, forecast)
     print_tables(table)
@@ -194,8 +194,8 @@ def model_lines(facts: Row) -> list[str]:
     whole_us, model_us, gpus = facts["script_us"], facts["model_us"], facts["script_gpus"]
     where, alone = ("one GPU", "") if gpus == 1 else (f"{gpus} GPUs", " on one GPU")
     updates = f" for each of {facts['updates']} updates" if facts["updates"] > 1 else ""
-    second = f"as it is, on {where}{updates}: {whole_us * 1e-3:.2f} ms; "
-    second += f"its model's step{alone}, of which plans are made: {model_us * 1e-3:.2f} ms"
+    second = f"the whole script on {where}{updates}: {whole_us * 1e-3:.2f} ms; "
+    second += f"its model and loss alone{alone}, which plans are of: {model_us * 1e-3:.2f} ms"
     if gpus == 1 and whole_us:
         second += f" ({100 * (model_us / whole_us - 1):+.1f} %)"
     notes = (f"note: {note}" for note in facts["notes"])

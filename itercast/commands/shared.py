@@ -20,7 +20,7 @@ from rich.text import Text
 from itercast.capture.base.extensions import function_of
 from itercast.errors import when_stopped
 from itercast.eval.progress import progress_bar
-from itercast.eval.tables import three_digits
+from itercast.eval.tables import sized, three_digits
 from itercast.microbench.hardware.machine import cpu_name
 
 if TYPE_CHECKING:
@@ -269,9 +269,9 @@ def forecast_table(case: str, forecast: Forecast, spread: Any = None, of: str = 
     """
     table = Table(title=f"{case} on {forecast.gpu}", show_header=False)
     ms = 1e-3
-    table.add_row("iteration", f"{forecast.iteration_us * ms:.2f} ms")
+    table.add_row("iteration", f"{forecast.iteration_us * ms:,.2f} ms")
     low, high = forecast.iteration_us_p10 * ms, forecast.iteration_us_p90 * ms
-    table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
+    table.add_row("80 % interval", f"{low:,.2f} to {high:,.2f} ms")
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread.in_words)
     if forecast.samples_per_s:  # a script that has no DataLoader does not say
@@ -279,11 +279,11 @@ def forecast_table(case: str, forecast: Forecast, spread: Any = None, of: str = 
     if forecast.tokens_per_s:
         table.add_row("tokens per second", f"{forecast.tokens_per_s:,.0f}{of}")
     table.add_row("model FLOPs utilisation", f"{100 * forecast.mfu_frac:.1f} %")
-    table.add_row("peak memory", f"{forecast.memory_bytes / 1e6:.0f} MB")
+    table.add_row("peak memory", sized(forecast.memory_bytes))
     if forecast.host_memory_bytes:
-        table.add_row("in host memory", f"{forecast.host_memory_bytes / 1e6:.0f} MB a GPU")
+        table.add_row("in host memory", f"{sized(forecast.host_memory_bytes)} a GPU")
     if not forecast.fits:
-        room = f"{forecast.memory_room_bytes / 1e6:.0f} MB are left for tensors"
+        room = f"{sized(forecast.memory_room_bytes)} are left for tensors"
         table.add_row(Text("does not fit", "red"), _lacking_on_host(forecast) or room)
     if forecast.memory_verdict.startswith("too close"):
         table.add_row(Text("memory", "yellow"), f"{forecast.memory_verdict} (the model's error)")
@@ -345,12 +345,12 @@ def surely_fits(reports: Sequence[Forecast]) -> str:
 
 
 def add_parts(table: Table, forecast: Forecast) -> None:
-    """Add rows of a forecast's parts, which add up to its time, and of messages beside compute."""
-    from itercast.compose.time_parts import time_parts
+    """Add what bounds a forecast, its parts, which add up to it, and messages beside compute."""
+    from itercast.compose.time_parts import NAMES, limits_in_words, time_parts
 
-    table.add_row("the iteration is", "")
+    table.add_row("bound by", limits_in_words(forecast))
     for part in time_parts(forecast):
-        table.add_row(f"  {part.name}", f"{part.time_us * 1e-3:.2f} ms")
+        table.add_row(f"  {NAMES.get(part.name, part.name)}", f"{part.time_us * 1e-3:,.2f} ms")
     if (hidden_us := forecast.comm_us - forecast.exposed_comm_us) > 0:
         table.add_row("messages hidden beside compute", f"{hidden_us * 1e-3:.2f} ms")
 

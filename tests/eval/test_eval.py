@@ -74,12 +74,12 @@ def test_a_long_plan_is_whole_on_80_columns() -> None:
     """It goes on in the next line of its column; no number is cut."""
     plan = "dp=2,pp=2,micro=8,schedule=interleaved:2,recompute=full"
     text = StringIO()
-    table = results_table([replace(RESULTS[0], case="resnet-m", plan=plan)])
+    table = results_table([replace(RESULTS[0], model="resnet-m", plan=plan)])
     Console(width=80, file=text).print(table)
     lines = text.getvalue().splitlines()
     (first,) = (line for line in lines if line.startswith("resnet-m"))
     start = first.index(plan[:8])
-    rows = lines[lines.index(first) :][:4]
+    rows = lines[lines.index(first) :][:7]
     assert plan in "".join(line[start : start + 30].split(" ")[0] for line in rows)
     assert first.split()[-5:] == ["1.10", "1.00", "+10.0", "2.0", "0.0"]
 
@@ -168,3 +168,13 @@ def test_what_is_left_out_is_said_beside_the_answer(capsys: pytest.CaptureFixtur
     assert list(stated_rows(rows)["case"]) == ["gpt-s"]
     said = capsys.readouterr()
     assert (said.out, "1 rows left out" in said.err) == ("", True)
+
+
+def test_rows_of_one_case_are_told_apart_by_what_differs() -> None:
+    """Measured steps of a user's own have a name each; their model says how they were forecast."""
+    one = replace(RESULTS[0], case="gpt", model="gpt a10 bf16", samples=1024, plan="")
+    text = StringIO()
+    Console(width=120, file=text).print(results_table([one, replace(one, model="gpt a10 fp32")]))
+    assert "gpt a10 bf16" in text.getvalue() and "gpt a10 fp32" in text.getvalue()
+    assert "1,024" in text.getvalue()
+    assert [one.label, replace(one, source="logs").label] == ["gpt a10 bf16", "gpt"]

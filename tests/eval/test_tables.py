@@ -3,7 +3,7 @@
 import pytest
 from rich.table import Table
 
-from itercast.eval.tables import output, print_tables
+from itercast.eval.tables import output, print_tables, sized
 
 PLAN = "dp=64,tp=8,pp=4,zero=1,micro=32,schedule=interleaved:4,recompute=selective"
 NUMBER = "123,456.78"
@@ -25,7 +25,13 @@ def test_a_file_has_whole_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert [cell.strip() for row in printed(capsys) for cell in row] == [PLAN, *[NUMBER] * 6]
+    """A table there is as wide as on a terminal of 120 columns; lines are never broken."""
+    inside = printed(capsys)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert printed(capsys) == inside and sum(map(len, inside[0])) + len(inside[0]) + 1 == 120
+    monkeypatch.delenv("COLUMNS")
+    output().print(PLAN * 3)
+    assert capsys.readouterr().out == f"{PLAN * 3}\n"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -38,6 +44,14 @@ def test_on_a_narrow_terminal_plans_go_on_and_numbers_stay_whole(
     assert [cell.strip() for cell in first[1:]] == [NUMBER] * 6
     assert "".join(row[0].strip() for row in (first, *others)) == PLAN
     assert sum(map(len, first)) + len(first) + 1 == max(columns, 96)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (4, "4 B"), (8_388_608, "8.39 MB"), (24.3e9, "24.3 GB"), (2.1e12, "2,100 GB")],
+)
+def test_bytes_have_three_digits_in_a_unit_of_theirs(nbytes: float, text: str) -> None:
+    assert sized(nbytes) == text
 
 
 def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,13 +86,19 @@ def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
     script.write_text(IN_WORKERS)
     code, out, _ = run("--gpu=h100-sxm-80gb", str(script))
     told = " ".join(out.replace("│", " ").split())
-    hidden = r"has 1 workers; (\d+ hide it, on a rank's 12 cores|more do not)"
+    hidden = r"DataLoader 1 worker; (\d+ (is|are) enough on the 12 cores of a rank|more are no)"
     assert code == 0 and re.search(hidden, told)
-    alone, waits = (
-        float(re.findall(rf"{row} ([\d.]+) ms", told)[0]) for row in ("its step alone", "batches")
+    alone, loading, waits = (
+        float(re.findall(rf"{row} ([\d.]+) ms", told)[0])
+        for row in (
+            "without waits for batches",
+            "batches of a rank's step",
+            "waits for its batches",
+        )
     )
-    limit = "input" if waits > alone else "step"
-    assert f"limited by its {limit}" in told or alone / 2 < waits <= alone
+    assert waits == pytest.approx(max(0, loading - alone), abs=0.3 * loading)
+    bound = re.search(r"bound by .*waits for its batches (\d+) %", told)
+    assert bound and int(bound[1]) == pytest.approx(100 * waits / (alone + waits), abs=1)
     total, *parts = (float(ms) for ms in re.findall(r"│ (?:iteration|  .*) +│ ([\d.]+) ms", out))
     assert len(parts) >= 3 and sum(parts) == pytest.approx(total, abs=0.01 * len(parts))
 

@@ -58,7 +58,7 @@ def test_how_many_batches_fit_is_said_in_words(
 def test_messages_say_among_how_many_they_are(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text(WIDE)
     code, out, _ = run(script, "8", "1024", gpus="8")
-    assert code == 0 and "all_reduce of 8.4 MB, among 2 or 8 ranks" in out
+    assert code == 0 and "all_reduce of 8.39 MB, among 2 or 8 ranks" in out
 
 
 @pytest.mark.parametrize("count", ["100000000", "0", "-8", "8.5", "1e3", ""])
