@@ -89,6 +89,7 @@ def run(
     code is 1 where some of them cannot be forecast, 2 where none.
     """
     from itercast.anchors import known_machine
+    from itercast.commands.shared import write_asked
     from itercast.compose.programs.scripts import ScriptOrder, module_file
     from itercast.compose.target import find_target
 
@@ -110,39 +111,36 @@ def run(
         target = find_target(name, place, bundle, host, stack, of_machine, script.name)
         orders.append(ScriptOrder(target=target, world_size=count, **order_facts))
     if plan:
-        print_under_plan(orders[0], plan, trace, as_json)
-        _keep_points(points, orders[0])
-        return
-    rows = _forecasts(orders, trace)
-    if len(pairs) == 1 and isinstance(rows[0], str):
-        raise ValueError(f"{rows[0]}; {hint}" if misplaced else rows[0])
-    if misplaced:
-        typer.echo(f"note: {hint}", err=True)
-    if as_json:
-        plain = [r if isinstance(r, str) else _facts(script.name, r) for r in rows]
-        typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
+        forecasts = [print_under_plan(orders[0], plan, trace, as_json)]
     else:
-        _say(script.name, pairs, rows)
-    _keep_points(points, orders[0])
-    for row in rows if explain_assumptions and not as_json else ():
-        if not isinstance(row, str):
-            function_of("assumed_parts", "print")(row.forecast)
-    leave_if_failed(sum(isinstance(row, str) for row in rows), len(rows))
+        rows = _forecasts(orders, trace)
+        if len(pairs) == 1 and isinstance(rows[0], str):
+            raise ValueError(f"{rows[0]}; {hint}" if misplaced else rows[0])
+        if misplaced:
+            typer.echo(f"note: {hint}", err=True)
+        _say(script.name, pairs, rows, as_json)
+        forecasts = [row.forecast for row in rows if not isinstance(row, str)]
+    for forecast in forecasts if explain_assumptions and not as_json else ():
+        function_of("assumed_parts", "print")(forecast)
+    if points is not None:
+        write_asked(points, orders[0].target)
+    leave_if_failed(len(pairs) - len(forecasts), len(pairs))
 
 
-def _keep_points(path: Path | None, order: ScriptOrder) -> None:
-    """Write the ops of the forecasts of an order, if asked for."""
-    from itercast.commands.shared import write_asked
-
-    if path is not None:
-        write_asked(path, order.target)
-
-
-def _say(name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[ScriptForecast | str]) -> None:
+def _say(
+    name: str,
+    pairs: Sequence[tuple[str, int]],
+    rows: Sequence[ScriptForecast | str],
+    as_json: bool,
+) -> None:
     """Print the forecast of a script, or a table of several.
 
     ``pairs``: GPU and number of them, of each row; a row that could not be forecast is the reason.
     """
+    if as_json:
+        plain = [row if isinstance(row, str) else _facts(name, row) for row in rows]
+        typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
+        return
     if forecasts := [row for row in rows if not isinstance(row, str)]:
         facts = _described(name, forecasts)
         say(facts["forecast_of"], facts)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from itercast.capture.opcall import StepCapture
     from itercast.capture.programs.program import ProgramCapture
     from itercast.compose.capture_model import SizedModel
+    from itercast.compose.forecast import Forecast
     from itercast.compose.programs.scripts import ScriptOrder
     from itercast.compose.target import Target
     from itercast.microbench.store import Row
@@ -119,8 +120,8 @@ def telling(*orders: ScriptOrder) -> Iterator[list[ScriptOrder]]:
         yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, labels, strict=True)]
 
 
-def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> None:
-    """Print the forecast of the model that a script trains, under the plan in ``text``.
+def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> Forecast:
+    """Print and return the forecast of the model that a script trains, under the plan ``text``.
 
     ValueError where the order asks for several GPUs and the plan has another number.
     """
@@ -141,12 +142,13 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
         script = {"arguments": list(order.arguments), **facts}
         more = {"script": script, "assumes": assumes([forecast])}
         typer.echo(json.dumps({"case": order.path.name, **asdict(forecast), **more}))
-        return
+        return forecast
     below = f"below: not the script, but its model under {forecast.plan}"
     say("\n".join([*model_lines(facts), below]), {"unusual": [], "assumes": assumes([forecast])})
     table = forecast_table(f"the model of {order.path.name}", forecast)
     add_parts(table, forecast)
     print_tables(table)
+    return forecast
 
 
 @contextmanager
