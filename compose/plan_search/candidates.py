@@ -132,7 +132,7 @@ class Search:
     def _steps(self, sizes: Mapping[ParallelPlan, Size]) -> Iterator[AskedStep]:
         """The captured step of each plan, the plan, and where its ranks lie."""
         for n, (plan, size) in enumerate(sizes.items()):
-            self.tell(f"ops of shape {n + 1} of {len(sizes)} that plans share")
+            self.tell(f"capturing the model, size {n + 1} of {len(sizes)}")
             with suppress(ValueError):  # it cannot be captured: ``legal`` says so
                 if not plan.shard:
                     yield self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node)

@@ -163,8 +163,8 @@ def _tried(
     ]
     text = (
         "Plans that the search simulated; of the others a lower bound of the time was too long. "
-        "The simplest plan that may be as good has the fewest keys of those whose time is longer "
-        "than the best by no more than forecasts of two plans of a model are usually off."
+        "The simplest plan that may be as good has the fewest keys of those nearly as fast as the "
+        "best: the difference is within the usual error between two plans of a model."
     )
     return Section(
         anchor="tried",

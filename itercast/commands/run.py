@@ -66,7 +66,7 @@ def run(
     gpus: Annotated[str, typer.Option(help="number of GPUs, or several: 8,16")] = "1",
     node: NodeName = "",
     plan: Annotated[
-        str, typer.Option(help='what if: the model that it trains under a plan, "dp=8,tp=8,amp"')
+        str, typer.Option(help='forecast its model under this plan instead, as "dp=8,tp=8,amp"')
     ] = "",
     module: AsModule = False,
     steps: Annotated[int, typer.Option(min=2, help="steps to run; the last is forecast")] = 3,
