@@ -15,7 +15,8 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.ops.family import Family
 
-SDPA_OPS = ("itercast.sdpa", "itercast.sdpa_backward")
+SDPA = "itercast.sdpa"
+SDPA_OPS = (SDPA, "itercast.sdpa_backward")
 FLASH_2 = "flash-2"
 SIXTEEN_BIT = ("bf16", "fp16")
 NEWEST: tuple[str, ...] = tuple(assumed(__file__, "newest"))

@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import prod
 
 from itercast.capture.opcall import CELLS, Argument, OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.attention_kernels import SDPA_OPS, SIXTEEN_BIT
+from itercast.compose.graph.attention_kernels import SDPA, SDPA_OPS, SIXTEEN_BIT
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.hardware.spec import Gpu
@@ -27,7 +27,6 @@ from itercast.microbench.ops.matrix.attention import BEFORE_AMPERE
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, cell_of, saved_numel
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
-SDPA = SDPA_OPS[0]
 DROPOUT_DRAW = ("bernoulli_", "div_")
 SOFTMAX = ("_softmax", "_log_softmax")
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")

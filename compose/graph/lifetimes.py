@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.attention_kernels import SDPA_OPS
+from itercast.compose.graph.attention_kernels import SDPA
 from itercast.compose.graph.cross_entropy import over_logits
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import DTYPE_CAST, EXPERT_PRODUCTS
@@ -181,7 +181,7 @@ def _kept_instead(
     elif call.op == PRODUCT and (normed := _weighted(call)):  # a norm's weight
         if source := _scaled(makers.get(normed.storage)):
             yield normed.storage, instead.get(source.storage, source)
-    elif call.op == SDPA_OPS[0]:  # values that are a part of a wider result
+    elif call.op == SDPA:  # values that are a part of a wider result
         query, key, value = call.args[:3]
         maker = makers.get(value.storage)
         part = maker and maker.outputs[0].nbytes > value.nbytes

@@ -11,6 +11,7 @@ from typing import Any
 from itercast.capture.base.extensions import function_of
 from itercast.capture.opcall import Places, StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.attention_kernels import SDPA
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
@@ -20,7 +21,7 @@ from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 
-ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
+ATTENTION = (SDPA, "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
     """
     calls = capture.calls
     products = [i for i in span if calls[i].op in LINEAR_PRODUCTS]
-    return {*products[::2], *(i for i in span if calls[i].op == ATTENTION[0])}
+    return {*products[::2], *(i for i in span if calls[i].op == SDPA)}
 
 
 def _kept_bytes(capture: StepCapture, layer: Layer) -> int:

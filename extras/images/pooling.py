@@ -35,7 +35,8 @@ FORWARD = WINDOWED + ADAPTIVE + RESIZED
 FACTS = facts_of(__file__)
 CALLS = FACTS["calls"]
 INDEXED = ("max_pool2d_with_indices", "adaptive_max_pool2d")
-DILATED, DILATION_AT = WINDOWED[:1], 4  # x, kernel, stride, padding, dilation; or after a gradient
+DILATED = ("max_pool2d_with_indices",)
+DILATION_AT = 4  # x, kernel, stride, padding, dilation; or after a gradient
 SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
 IN_2D = {"upsample_trilinear3d": "upsample_bilinear2d"}
 IN_2D |= {o.replace("2d", "3d"): o for o in (*WINDOWED, *ADAPTIVE, "upsample_nearest2d")}
@@ -133,8 +134,8 @@ def taps(p: Pooling) -> Numbers:
     adaptive = np.ceil(p.h / p.out_h) * np.ceil(p.w / p.out_w)
     window = 1.0 * np.minimum(p.kernel_h, p.h) * np.minimum(p.kernel_w, p.w)
     found = np.where(_is(p, ADAPTIVE), adaptive, window)
-    found = np.where(_is(p, RESIZED[1:2]), 2 * 4.0, found)
-    return np.where(_is(p, RESIZED[2:]), 2 * 16.0, found)
+    found = np.where(_is(p, ("upsample_bilinear2d",)), 2 * 4.0, found)
+    return np.where(_is(p, ("upsample_bicubic2d",)), 2 * 16.0, found)
 
 
 def flops(p: Pooling) -> Numbers:

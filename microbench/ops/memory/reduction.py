@@ -100,7 +100,7 @@ def flops(p: Reduction) -> Numbers:
     per_element = np.where(is_any(p.op, SOFTMAX), 5.0, 2.0)
     per_element = np.where(is_any(p.op, MOMENTS), 4.0, per_element)
     per_element = np.where(is_any(p.op, ("logsumexp",)), 3.0, per_element)
-    per_element = np.where(is_any(p.op, PAIRED[2:]), 8.0, per_element)
+    per_element = np.where(is_any(p.op, ("binary_cross_entropy_with_logits",)), 8.0, per_element)
     return per_element * p.outer * p.inner * np.where(is_any(p.op, NLL), 1, p.size)
 
 
