@@ -40,6 +40,8 @@ VOLUMES = [3, 32, 32, 64, 64, *3 * [128], *3 * [256], *6 * [512]]
 
 PUBLISHED_PARAMETERS = {
     "cs336-xl": 3_406_809_600,  # as a run of it printed
+    # embeddings, last norm, layers: one of transformers itself
+    "hf-gpt2": (4000 + 1024) * 256 + 512 + 3 * (12 * 256**2 + 13 * 256),
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

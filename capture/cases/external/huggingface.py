@@ -92,7 +92,16 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: str = "") -> E
     if read.of_timm:
         case: EvalCase = function_of("configurations", "timm")(read.name, read.values, read.digest)
         return case
-    labels = mode == "train" and loss == "default"
+    return case_of(read, attn, labels=mode == "train" and loss == "default", adapters=adapters)
+
+
+def case_of(
+    read: HfConfig, attn: str, *, labels: bool = True, adapters: Adapters | None = None
+) -> EvalCase:
+    """The case of a configuration of transformers, as ``hf_case`` reads it from a file.
+
+    ``labels``: inputs have those that the model's own loss needs.
+    """
     return EvalCase(
         name=read.name,
         build=lambda: build(read, attn, adapters),

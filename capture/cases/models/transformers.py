@@ -51,9 +51,10 @@ class Attention(nn.Module):
         k, v = kv[0], kv[1]
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        options = {"is_causal": self.causal, "enable_gqa": self.kv_heads != self.heads}
-        dropped = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, **options)
+        grouped, dropped = self.kv_heads != self.heads, self.dropout * self.training
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, enable_gqa=grouped, dropout_p=dropped
+        )
         return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
