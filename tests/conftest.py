@@ -56,6 +56,13 @@ def working_folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
     gc.unfreeze()  # what is freed at the end is found
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of captures and prices for one test alone."""
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> None:
     """Seeds and threads of every test, whatever ran before: workers run in-process set both.

@@ -237,8 +237,7 @@ def advice(forecast: Forecast, lane: InputLane, target: Target, samples: int) ->
     best = fewest_workers(lane, consumer(forecast, lane, target, samples), cores)
     if best.input_bound:
         return f"{own}; more are no faster: it is limited by {best.stage}"
-    enough = "is" if best.workers == 1 else "are"
-    return f"{own}; {best.workers} {enough} enough on the {cores:.0f} cores of a rank"
+    return f"{own}; {best.workers} would be enough on the {cores:.0f} cores of a rank"
 
 
 def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:

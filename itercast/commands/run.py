@@ -58,6 +58,10 @@ class ScriptForecast:
     order: ScriptOrder
 
 
+Pairs = Sequence[tuple[str, int]]  # GPU and number of them, of each row
+Rows = Sequence[ScriptForecast | str]  # of one that could not be forecast, the reason
+
+
 @without_garbage_collection()
 def run(
     script: Annotated[Path, typer.Argument(help="a training script as torchrun takes it")],
@@ -127,16 +131,8 @@ def run(
     leave_if_failed(len(pairs) - len(forecasts), len(pairs))
 
 
-def _say(
-    name: str,
-    pairs: Sequence[tuple[str, int]],
-    rows: Sequence[ScriptForecast | str],
-    as_json: bool,
-) -> None:
-    """Print the forecast of a script, or a table of several.
-
-    ``pairs``: GPU and number of them, of each row; a row that could not be forecast is the reason.
-    """
+def _say(name: str, pairs: Pairs, rows: Rows, as_json: bool) -> None:
+    """Print the forecast of a script, or a table of several."""
     if as_json:
         plain = [row if isinstance(row, str) else _facts(name, row) for row in rows]
         typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
@@ -265,9 +261,7 @@ def _question(row: ScriptForecast) -> Row:
     }
 
 
-def _compared(
-    name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[ScriptForecast | str]
-) -> Table:
+def _compared(name: str, pairs: Pairs, rows: Rows) -> Table:
     """A table with a row for each GPU and number of them; notes and failures stand below it."""
     from itercast.commands.shared import memory_cell, memory_legend
 

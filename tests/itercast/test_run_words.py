@@ -8,10 +8,7 @@ from typer.testing import CliRunner
 
 from itercast.command_line import app
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def run(script: Path, *words: str, gpus: str = "1") -> tuple[int, str, str]:
