@@ -305,6 +305,7 @@ FAMILY = Family(
     by_roofline=True,
     fallback=fallback,
     answers={"itercast.sdpa": from_call, "itercast.sdpa_backward": from_call},
+    weight=2.0,
     gpu_sweep=GpuSweep(
         points=gpu_points,
         dtypes=MATMUL_DTYPES,
