@@ -264,16 +264,17 @@ def _question(row: ScriptForecast) -> Row:
 def _compared(name: str, pairs: Pairs, rows: Rows) -> Table:
     """A table with a row for each GPU and number of them; notes and failures stand below it."""
     from itercast.commands.shared import memory_cell, memory_legend
+    from itercast.compose.time_parts import limits
 
-    heads = ("GPUs", "step ms", "with input", "samples/s", "tokens/s", "MFU %", "GB", "of")
-    table = headed(name, "GPU", *heads, texts=("GPU",))
+    heads = ("GPUs", "step ms", "with input", "samples/s", "tokens/s", "MFU %", "GB", "bound by")
+    table = headed(name, "GPU", *heads, texts=("GPU", "bound by"))
     notes, failed = dict[str, None](), dict[str, list[str]]()
     for (gpu, count), row in zip(pairs, rows, strict=True):
         if isinstance(row, str):
             table.add_row(gpu, str(count), *["-"] * (len(heads) - 1))
             failed.setdefault(row, []).append(f"{count} x {gpu}")
             continue
-        forecast = row.forecast
+        forecast, bounds = row.forecast, list(limits(row.forecast).items())[:2]
         notes.update(dict.fromkeys(_notes(row)))
         table.add_row(
             gpu,
@@ -284,7 +285,7 @@ def _compared(name: str, pairs: Pairs, rows: Rows) -> Table:
             f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "-",
             f"{100 * forecast.mfu_frac:.1f}",
             memory_cell(forecast),
-            f"{forecast.memory_room_bytes / 1e9:.1f}",
+            ", ".join(f"{what} {100 * share:.0f} %" for what, share in bounds),
         )
     legend = memory_legend([row.forecast for row in rows if not isinstance(row, str)])
     reasons = [f"{', '.join(where)}: {reason}" for reason, where in failed.items()]
@@ -366,9 +367,8 @@ def _print(name: str, row: ScriptForecast) -> None:
     if program.optimizer_steps > 1:
         each_ms = forecast.iteration_us / program.optimizer_steps * 1e-3
         table.add_row("optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")
-    for note in program.notes:
+    cached = ["read from the cache; --no-cache captures it anew"] * row.captured.kept
+    for note in (*program.notes, *cached):
         table.add_row("note", note)
-    if row.captured.kept:
-        table.add_row("note", "read from the cache; --no-cache captures it anew")
     add_parts(table, forecast)
     print_tables(table)
