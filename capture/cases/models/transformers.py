@@ -129,7 +129,7 @@ class Block(nn.Module):
         norm = RMSNorm if style == "llama" else nn.LayerNorm
         self.post = style == "bert"
         self.attention = Attention(style, width, heads, kv_heads, dropout)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = nn.Dropout(dropout) if dropout else lambda x: x  # no call of a module
         if experts:
             self.mlp: nn.Module = Experts(
                 width, hidden or 4 * width, experts, top, style == "llama"
