@@ -284,6 +284,9 @@ def test_several_gpus_and_numbers_of_them_make_a_table(own_cache: Path) -> None:
     line, assumed, *_ = out.splitlines()
     assert line.startswith("a step of train_gpt.py as one of 2 ranks: 8 samples a rank, 16 in all")
     assert line.endswith("; products in bf16, eager launches") and "host usual" in assumed
+    code, out, _ = run("--explain-assumptions", "--gpu=a100-sxm-80gb", str(EXAMPLE), *SMALL)
+    assert code == 0 and "most on host.event_us.launch" in out
+    assert re.search(r"│ host.event_us.launch +│ +[\d.]+ │", out.split("forecast rests on")[1])
     assert rows[0]["assumes"].startswith("assumes stack torch-2.11, host usual, no node named (--")
     code, _, said = run("--gpus=2,none", str(EXAMPLE))
     assert code == 2 and "gpus '2,none': 'none' is no whole number from 1 to 99,999,999" in said

@@ -15,7 +15,7 @@ from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable
-from itercast.extras.explain.assumed import assumed_parts
+from itercast.extras.explain.assumed import assumed_parts, print_parts
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
@@ -103,6 +103,11 @@ def test_every_part_is_explained_with_value_and_source() -> None:
     assert module.time_us + roofline.time_us == pytest.approx(6 + 2.016)
     assert module.iteration_frac + roofline.iteration_frac == pytest.approx(found.assumed_frac)
     assert all(part.source and part.unit and part.holds for part in (module, roofline))
+
+
+def test_a_forecast_without_assumed_numbers_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_parts(of(StepCapture(calls=(product(),)), GPU, ProductsAndHost()))
+    assert capsys.readouterr().out == "no assumed number decides this forecast\n"
 
 
 def test_experts_priced_one_by_one_are_a_fallback() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from itercast.command_line import app
 from itercast.compose.predict import prepare
 from itercast.compose.target import forecast_step
-from itercast.compose.time_parts import time_parts
+from itercast.compose.time_parts import limits, limits_in_words, time_parts
 from itercast.extras.explain.changes import HARDWARE, Change, changes
 from itercast.extras.explain.hot_ops import hot_ops
 from itercast.extras.explain.largest_batch import largest_batch, largest_that_fits
@@ -37,6 +37,11 @@ def test_parts_by_hand() -> None:
         ("slowed by messages beside compute", "communication", 2.0),
     ]
     assert sum(part.iteration_frac for part in time_parts(found)) == pytest.approx(1)
+    assert limits(found) == pytest.approx(  # 7, 5, 3 + 2 and 3 of 20 us
+        {"products": 0.35, "GPU waits for the host": 0.25, "messages": 0.25, "memory": 0.15}
+    )
+    told = "products (GEMM, conv, attention) 35 %, GPU waits for the host 25 %, messages 25 %"
+    assert limits_in_words(found) == f"{told}, other ops (memory) 15 %"
 
 
 def test_hot_ops_of_one_linear_layer() -> None:
