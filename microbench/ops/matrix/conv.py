@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.matrix.conv_rate import most_of_peak, rate
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
-from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.elementwise import memory_copy, windowed_copy
 from itercast.microbench.ops.sizes import (
     MATMUL_DTYPES,
     MAX_BATCH,
@@ -41,10 +41,10 @@ MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
-NHWC_GROUPS = assumed(__file__, "nhwc_groups")
-NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
-STRIDED_INPUT_GRADIENT: float = assumed(__file__, "strided_input_gradient")
-POINTWISE_WEIGHT_GRADIENT: float = assumed(__file__, "pointwise_weight_gradient")
+SLOW_IN_NHWC: Mapping[str, float] = assumed(__file__, "slow_in_nhwc")
+GROUPED_SHARE: float = assumed(__file__, "grouped_share")
+STRIDED_INPUT_GRADIENT: Mapping[str, float] = assumed(__file__, "strided_input_gradient")
+WEIGHT_GRADIENT: Mapping[str, float] = assumed(__file__, "weight_gradient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,9 +291,8 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
 
     A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
     pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
-    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"), but where CUDA
-    cores in fp32, which read NCHW, take less time. Rows are of NCHW: on tensor cores, which run no
-    depthwise convolution in TF32, they say nothing of NHWC.
+    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"). Rows are of NCHW:
+    on tensor cores, which run no depthwise convolution in TF32, they say nothing of NHWC.
     """
     forward = replace(p, op="forward")
     in_fp32 = p.dtype == "tf32" and p.in_channels == p.groups  # as tensor cores run no depthwise
@@ -301,22 +300,13 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     usable = not (on_tensor_cores and measured.channels_last)
     if measured.gpu.kind == "cpu" or (usable and measured.seen("conv", str(op_name(p)), p.dtype)):
         return []
-    times = _over_forward(p)
+    times = _over_forward(p, measured.channels_last)
     if usable and measured.seen("conv", str(op_name(forward)), p.dtype):
         return [Part(family="conv", params=forward, times=times)]
     if p.groups > 1:
         return _grouped(p, measured)
     x, y = (int(np.maximum(n, 1)) for n in pixels(p))
     in_nchw = p.dtype in TENSOR_CORES and not measured.channels_last
-    in_fp32_forward = replace(forward, dtype="fp32")
-    if (
-        in_nchw
-        and p.dtype == "tf32"
-        and measured.seen("conv", str(op_name(in_fp32_forward)), "fp32")
-    ):
-        transposes = 2 * _moved(p) / measured.gpu.hbm_bytes_per_s
-        if _bound_s(in_fp32_forward, measured.gpu) < _bound_s(forward, measured.gpu) + transposes:
-            return [Part(family="conv", params=in_fp32_forward, times=times)]
     taps_per_pixel = max(1, y * int(taps(p)) // x)  # taps that read the same pixel
     m, n, k = (
         max(1, y // taps_per_pixel),
@@ -328,46 +318,52 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     return [*parts, memory_copy(2 * int(_passes(p)) * _moved(p))] if in_nchw else parts
 
 
-def _bound_s(p: Conv, gpu: Gpu) -> float:
-    """Seconds that multiplications take, at the rate of large products if stated, or the bytes."""
-    rate = gpu.achieved_flops_per_s.get(p.dtype, gpu.peak(p.dtype))
-    return max(float(flops(p)) / rate, _moved(p) / gpu.hbm_bytes_per_s)
-
-
 def _moved(p: Conv) -> int:
     """Bytes of input and output."""
     x, y = pixels(p)
     return int((x * p.in_channels + y * p.out_channels) * itemsize_bytes(p.dtype))
 
 
-def _over_forward(p: Conv) -> float:
+def _over_forward(p: Conv, channels_last: bool) -> float:
     """Time of a call over that of its forward: 1, or the sum over its gradients.
 
     The input's takes longer where a stride leaves gaps in it (a transposed one has none), the
-    weights' of one tap as its few sums run over all pixels.
+    weights' as their few sums run over all pixels; in NCHW the more so the shorter the sums of the
+    forward are.
     """
     if p.op == "forward":
         return 1.0
-    for_input = STRIDED_INPUT_GRADIENT if p.stride > 1 and not p.transposed else 1.0
-    for_weight = POINTWISE_WEIGHT_GRADIENT if taps(p) == 1 else 1.0
+    terms = p.in_channels / p.groups * float(taps(p))
+
+    def longer(law: Mapping[str, float]) -> float:
+        if channels_last:
+            return law["nhwc"]
+        return min(law["most"], max(law["least"], (law["terms"] / terms) ** law["power"]))
+
+    for_input = longer(STRIDED_INPUT_GRADIENT) if p.stride > 1 and not p.transposed else 1.0
+    for_weight = longer(WEIGHT_GRADIENT) if taps(p) == 1 or not channels_last else 1.0
     return p.need_input_grad * for_input + p.need_weight_grad * for_weight
 
 
 def _grouped(p: Conv, measured: Measured) -> list[Part]:
     """Passes of a grouped convolution over its tensors; ``terms`` are summed per output.
 
-    Forward, input gradient and weight gradient take 1 + sqrt(terms / 9) passes each, but both
-    gradients of few or wide groups in NHWC max(passes, terms / 5), as cuDNN is slow there.
+    Depthwise ones in fp32 run in torch's own kernels, a thread per output. Others take 1 +
+    sqrt(terms / 9) passes, or as long as FLOP at GROUPED_SHARE of the peak; both gradients of few
+    or wide groups in NHWC max(passes, terms / 5), as cuDNN is slow there.
     """
-    group_width, moved = p.in_channels // p.groups, _moved(p)
+    group_width, moved, gpu = p.in_channels // p.groups, _moved(p), measured.gpu
+    if group_width == 1 and p.dtype == "fp32":
+        outputs = float(pixels(p)[1]) * p.out_channels
+        copy = windowed_copy(outputs, float(taps(p)), moved, gpu)
+        return [replace(copy, times=copy.times * _over_forward(p, measured.channels_last))]
     terms = group_width * float(taps(p))
-    passes = 1 + (terms / TERMS_OF_PASS) ** 0.5
-    if p.op == "backward":
-        slow_in_nhwc = group_width > 1 and (p.groups < NHWC_GROUPS or group_width > NHWC_GROUPS)
-        if measured.channels_last and slow_in_nhwc:
-            passes = max(passes, terms / NHWC_TERMS_OF_PASS)
-        passes *= p.need_input_grad + p.need_weight_grad
-    return [replace(memory_copy(moved), times=passes)]
+    compute_s = float(flops(replace(p, op="forward"))) / (GROUPED_SHARE * gpu.peak(p.dtype))
+    passes = max(1 + (terms / TERMS_OF_PASS) ** 0.5, compute_s * gpu.hbm_bytes_per_s / moved)
+    few = p.groups < SLOW_IN_NHWC["groups"] or group_width > SLOW_IN_NHWC["groups"]
+    if p.op == "backward" and measured.channels_last and group_width > 1 and few:
+        passes = max(passes, terms / SLOW_IN_NHWC["terms_of_pass"])
+    return [replace(memory_copy(moved), times=passes * _over_forward(p, measured.channels_last))]
 
 
 FAMILY = Family(

@@ -115,6 +115,66 @@ def test_tensor_cores_run_no_depthwise_convolution_in_tf32() -> None:
     assert falls_back("bf16") and falls_back("tf32", groups=4)
 
 
+LAYER = Conv(
+    op="forward", batch=2, in_channels=75, out_channels=75, h=8, w=8, kernel_h=1, kernel_w=1
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "forwards"),
+    [
+        ({}, 1 + 2),  # (2400 / 75) ** 0.2 = 2
+        ({"need_input_grad": False}, 2),
+        ({"need_weight_grad": False}, 1),
+        ({"stride": 2}, 4 + 2),  # 32 ** 0.4
+        ({"stride": 2, "transposed": True}, 1 + 2),
+        ({"kernel_w": 32, "padding_w": 16}, 1 + 1),  # sums of 75 * 32 terms
+        ({"in_channels": 7500, "stride": 2}, 1.2 + 0.85),  # (2400 / 7500) ** 0.2 = 0.8
+        ({"in_channels": 1, "stride": 2}, 4 + 2.5),
+    ],
+)
+def test_gradients_take_longer_the_shorter_the_sums_of_a_convolution_are(
+    changes: dict[str, Any], forwards: float
+) -> None:
+    """Where only forwards have rows."""
+    layer = replace(LAYER, **changes)
+    models = {**MODELS, "conv": learned("forward", "forward transposed")}
+    (part,) = fallback_parts(replace(layer, op="backward"), models, False, GPU)
+    assert part.params == layer and part.times == pytest.approx(forwards)
+
+
+def test_a_depthwise_convolution_in_fp32_takes_clocks_for_each_output_and_tap() -> None:
+    """64 outputs a channel, 16 channels, 2 images, 0.7 + 9 * 0.15 clocks each, at 8 GHz in all."""
+    depthwise = replace(LAYER, in_channels=16, out_channels=16, groups=16, kernel_h=3, kernel_w=3)
+    depthwise, gpu = replace(depthwise, padding_h=1, padding_w=1), replace(GPU, clock_hz=1e9)
+    (forward,) = fallback_parts(depthwise, MODELS, False, gpu)
+    nbytes, busy_s = 2 * 2 * 16 * 64 * 4, 2 * 16 * 64 * (0.7 + 9 * 0.15) / 8e9
+    assert forward == replace(memory_copy(nbytes), times=pytest.approx(1 + busy_s * 1e12 / nbytes))
+    (both,) = fallback_parts(replace(depthwise, op="backward"), MODELS, False, gpu)
+    assert both.times == pytest.approx((1 + 2.5) * forward.times)
+
+
+def test_a_grouped_convolution_reaches_part_of_the_peak() -> None:
+    """Sums of 1024 * 9 terms: 2 * 9216 FLOP for each of 2 * 64 * 2048 outputs, at 0.4 * 10 TFLOP/s.
+
+    Short sums take passes over memory: 1 + sqrt(4 * 9 / 9) = 3.
+    """
+    sizes: dict[str, Any] = {
+        "groups": 2,
+        "kernel_h": 3,
+        "kernel_w": 3,
+        "padding_h": 1,
+        "padding_w": 1,
+    }
+    wide = replace(LAYER, in_channels=2048, out_channels=2048, **sizes)
+    (part,) = fallback_parts(wide, MODELS, False, GPU)
+    nbytes, outputs = 2 * 2 * 2048 * 64 * 4, 2 * 2048 * 64
+    compute_s = 2 * 9216 * outputs / 4e12
+    assert part == replace(memory_copy(nbytes), times=pytest.approx(compute_s / (nbytes / 1e12)))
+    narrow = replace(LAYER, in_channels=8, out_channels=8, **sizes)
+    assert fallback_parts(narrow, MODELS, False, GPU)[0].times == 3
+
+
 def test_rows_of_one_gpu_leave_fallbacks_of_other_generations() -> None:
     """A Hopper's batch norms in bf16 answer for Ampere and Blackwell, not for Volta or in fp32."""
 
