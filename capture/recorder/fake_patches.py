@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor as torch_fakes
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, TensorMetadata
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    TensorMetadata,
+    in_kernel_invocation_manager,
+)
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -288,11 +293,14 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Run an op on fake tensors; without torch, which is slow, in three cases.
+    """Run an op on fake tensors; without torch, which is slow, in four cases.
 
-    A number that the program makes is a fake tensor with its value; a known number is read; and an
-    op that writes over lists of unknown floats, as optimizers do, changes nothing that is known.
+    A number that the program makes is a fake tensor with its value; a known number is read; a view
+    is a part of the same memory; and an op that writes over lists of unknown floats, as optimizers
+    do, changes nothing that is known.
     """
+    if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+        return _view(func, args, kwargs)
     if func is MADE and type(args[0]) is Tensor and not args[0].dim():
         return _number(args[0], torch._C._get_dispatch_mode(FAKE))
     if func is READ and type(args[0]) is FakeTensor and args[0].constant is not None:
@@ -301,6 +309,16 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     if func._schema.is_mutable and func._opname.startswith("_foreach_") and _alike(args):
         return None
     return func(*args, **kwargs)
+
+
+def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+    """A view of a fake tensor, or several, made by torch's own rule for tensors without data."""
+    mode, device = args[0].fake_mode, args[0].fake_device
+    with in_kernel_invocation_manager(mode):
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor):
+            return NEW(FakeTensor, mode, made, device)
+        return [NEW(FakeTensor, mode, part, device) for part in made]
 
 
 def _number(tensor: Tensor, mode: Any) -> Tensor:

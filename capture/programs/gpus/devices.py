@@ -84,6 +84,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def parts(tensor: Any) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of; none for one on the meta device."""
+    if type(tensor) is FakeTensor and tensor.layout == torch.strided:  # ``is_meta`` is slow
+        return [] if tensor.fake_device.type == "meta" else [tensor]
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         held = (getattr(tensor, name) for name in names)  # a DTensor holds a mesh, too
