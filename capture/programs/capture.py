@@ -135,11 +135,10 @@ def _capture_rank(
 def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
     """As ``Tensor.numpy``, noted as a read by the host: the known values, or ones."""
     log.read_by_host(tensor)
-    fact = log.routing.facts.get(tensor)
+    values = log.routing.known_values(tensor)
     with _disable_current_modes():
-        if fact is not None and fact.values is not None:
-            return fact.values.clone().numpy()
-        return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
+        known = torch.ones(tensor.shape, dtype=tensor.dtype) if values is None else values.clone()
+        return known.numpy()
 
 
 @contextmanager

@@ -232,6 +232,13 @@ def _compared_uniform(name: str, top: float, other: Argument) -> Fact | None:
 
 
 @cache
+def reads_numbers(func: OpOverload) -> bool:
+    """Whether numbers in an op's arguments decide what the host gets, or a result's shape."""
+    decide = torch.Tag.data_dependent_output in func.tags or func._opname == "histc"
+    return decide or torch.Tag.dynamic_output_shape in func.tags
+
+
+@cache
 def may_be_certain(name: str) -> bool:
     """Whether ``filled`` or ``absorbed`` may know an op's values: of most ops neither does."""
     return _fills(name) in (*NUMBERS, *GIVEN) or name.removesuffix("_") in (*AND, *OR)
@@ -275,6 +282,7 @@ class Known:
     def __init__(self) -> None:
         self.facts: Any = WeakIdKeyDictionary()
         self._overwritten = set[int]()  # memory of values that are no longer a tensor's
+        self.numbers_read = 0  # how often known or guessed numbers decided what a program does
 
     def fact(self, value: Argument) -> Fact | None:
         """What is known of a tensor; a small real one's values are; None for nothing."""
@@ -316,6 +324,7 @@ class Known:
 
     def known_values(self, tensor: Tensor) -> Tensor | None:
         """A fake tensor's known values, or None; ops that write to the tensor change them."""
+        self.numbers_read += 1
         fact = self.fact(tensor)
         constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
         if fact is None or fact.values is not None:
@@ -329,9 +338,17 @@ class Known:
     def lists_at_once(self) -> Iterator[None]:
         """Let ``tolist`` of a fake tensor read one element, where torch reads each by itself.
 
-        All others are listed as they are known, else as that one.
+        All others are listed as they are known, else as that one. That a program lists real ones,
+        or hands them to NumPy, is noted.
         """
         one_by_one = FakeTensor.tolist
+
+        def noted(read: Any) -> Any:
+            def call(tensor: Any, *args: Any, **options: Any) -> Any:
+                self.numbers_read += 1
+                return read(tensor, *args, **options)
+
+            return call
 
         def tolist(tensor: Any) -> Any:
             if not (tensor.dim() and tensor.numel()):
@@ -340,7 +357,9 @@ class Known:
             with _disable_current_modes():
                 return (torch.full(tensor.shape, number) if known is None else known).tolist()
 
-        with patch.object(FakeTensor, "tolist", tolist):
+        real: Any = {"tolist": noted(Tensor.tolist), "numpy": noted(Tensor.numpy)}
+        fake = patch.object(FakeTensor, "tolist", tolist)
+        with fake, patch.multiple(Tensor, create=True, **real):
             yield
 
     def _known_by_value(self, args: Args) -> bool:

@@ -47,11 +47,13 @@ from itercast.capture.recorder.facts import (
     flatten_lists,
     index_axis,
     is_computed,
+    is_mask,
     is_number,
     is_random,
     is_small_integer,
     may_be_certain,
     overwrites,
+    reads_numbers,
     share_passing_finite_check,
 )
 from itercast.capture.recorder.fake_patches import run_quickly
@@ -100,6 +102,8 @@ class Routing(Known):
         if makes_or_takes_sparse(name, args):
             return run_with_sparse(func, args, kwargs)
         known = self.fact(args[0]) if args else None
+        if reads_numbers(func) and (name != "index" or any(map(is_mask, args[1]))):
+            self.numbers_read += 1
         if name in ("item", "_local_scalar_dense") and known is not None:
             if known.guessed and args[0].dtype == torch.bool:
                 needed = passing(*user_line())

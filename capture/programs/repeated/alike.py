@@ -49,7 +49,7 @@ class Layer:
     runs: bool
     kinds: list[Any]
 
-    def held(self) -> Any:
+    def held(self, graph: bool = True) -> Any:
         """What equal layers have in common; None where hooks may do anything."""
         return _held(self.layers, self.at)
 
@@ -70,16 +70,18 @@ class Model:
     kinds: list[Any]
     runs = True  # until its backward was seen, too
 
-    def held(self) -> Any:
+    def held(self, graph: bool = True) -> Any:
         """What has to be equal before passes that are alike; None if none ever are.
 
-        Attributes by identity, and gradients: passes that make or replace some are not repeated.
+        Attributes by identity, and where backward follows (``graph``) gradients: passes that make
+        or replace some are not repeated.
         """
         parameters, inner = list(self.model.parameters()), list(self.model.modules())[1:]
-        trains = self.model.training and any(p.requires_grad for p in parameters)
-        if not trains or hooked(inner) or any(map(_hooked, parameters)):
+        if hooked(inner) or (graph and any(map(_hooked, parameters))):
             return None
-        return attributes(self.outermost), self.gradients()
+        if graph:
+            return (attributes(self.outermost), self.gradients()) if self.model.training else None
+        return attributes(self.outermost), [facts[:-1] for facts in self.gradients()]
 
     def gradients(self) -> list[tuple[int, bool, torch.dtype, int, int]]:
         """Of each parameter its id, whether it trains, its dtype, its memory, its gradient's id."""

@@ -34,12 +34,21 @@ def again(times: int) -> OpCall:
 def folded(calls: Sequence[OpCall]) -> list[OpCall]:
     """The launches of a step, in which a mark is before each micro-batch, without alike ones.
 
+    Passes without gradients have marks of their own (0 times), which count where fewer launches are
+    left then: not where one is beside each micro-batch.
+    """
+    marks = {call.args[0] for call in calls if call.op == AGAIN}
+    unmarked = ([c for c in calls if c.op != AGAIN or c.args[0] >= least] for least in marks)
+    return min(map(_folded, unmarked), key=len, default=list(calls))
+
+
+def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
+    """The launches of a step without those between marks that are alike.
+
     Of alike micro-batches in a row three are left, of which the second is marked as repeated. The
     last one may read memory that the one before it made: it reads the second one's in place of it.
     """
     starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
-    if not starts:
-        return list(calls)
     left = list(calls[: starts[0]])
     parts = _parts(calls, starts)
     for _, group in groupby(parts, key=lambda part: part.pattern):

@@ -39,7 +39,7 @@ class Values:
 class Form:
     """A tensor that a model or layer is given or returns, without its memory.
 
-    ``fact``: what the log knows of its values, of which ``known`` is compared.
+    ``fact``: what the log knows of its values, of which ``known`` and ``values`` are compared.
     """
 
     shape: tuple[int, ...]
@@ -48,22 +48,22 @@ class Form:
     trains: bool
     on_gpu: bool
     known: Any
+    values: Values | None
     fact: Any = field(compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, log: ProgramLog) -> Form:
         """The form of a fake tensor, or of a batch's integers, which have data."""
         fact = log.routing.fact(tensor)
-        known: Any = fact and (fact.mean, fact.top, fact.drawn, fact.guessed)
-        if fact is not None and fact.values is not None:
-            known += (Values(fact.values),)
+        numbers = getattr(tensor, "constant", None) if fact is None else fact.values
         return cls(
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             dtype=tensor.dtype,
             trains=tensor.requires_grad,
             on_gpu=log.gpu_memory.holds(tensor),
-            known=known,
+            known=fact and (fact.mean, fact.top, fact.drawn, fact.guessed),
+            values=None if numbers is None else Values(numbers),
             fact=fact,
         )
 

@@ -69,15 +69,22 @@ class Kind:
     ``last``: what the last one launched by phase; ``shown``: what two in a row did, so that others
     will. ``watched``: others hook into autograd's nodes that add to gradients. ``compiled``: name
     of the compiled function's call that makes the output. ``reaches``: parameters of a model that
-    its output depends on, by their ids.
+    its output depends on, by their ids. ``numbers``: what was known of the numbers in the inputs,
+    where passes read some; None where nobody does, so that they may differ.
     """
 
     key: Any
+    numbers: Any = None
     watched: bool = False
     compiled: int = 0
     reaches: dict[int, torch.Tensor] = field(default_factory=dict)
     last: dict[str, Launched] = field(default_factory=dict)
     shown: dict[str, Launched] = field(default_factory=dict)
+
+    def reads(self, numbers: Sequence[Any]) -> None:
+        """Note that passes read numbers: only those that are given these are of this kind."""
+        if self.numbers is None:
+            self.numbers, self.last, self.shown = numbers, {}, {}
 
     def note(self, phase: str, launched: Launched) -> None:
         """Note what a pass launched in "forward" or "backward".
@@ -98,12 +105,14 @@ class Inputs:
     """What a pass is given: storages of its inputs, parameters and buffers.
 
     ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
-    added up apart from its launches; a model has neither.
+    added up apart from its launches; a model has neither, nor a layer without backward.
     """
 
-    def __init__(self, module: Any, leaves: Iterable[Any], log: ProgramLog) -> None:
+    def __init__(
+        self, module: Any, leaves: Iterable[Any], trained: Sequence[Any], log: ProgramLog
+    ) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.trained = next((t for t in tensors if t.requires_grad), None)
+        self.trained = next(iter(trained), None)
         own = [*module.parameters()] if self.trained is not None else []
         self.parameters = [p for p in own if p.requires_grad]
         every = (*tensors, *module.parameters(), *module.buffers())
@@ -224,15 +233,15 @@ class Repetition:
         """Repeat forward as a function of autograd; returns what the module would."""
         inputs, (forms, structure, *_) = self.inputs, self.kind.shown["forward"].results
         log, trained = self.log, inputs.trained
-        if trained is None:
-            trained = next(iter(self.kind.reaches.values()))
-        else:
+        if trained is not None:
             node: Any = trained.grad_fn
             node.register_prehook(partial(_check_alone, log, self.sent, trained.output_nr))
+        source = next(iter(self.kind.reaches.values()), trained)
         parameters = inputs.parameters if self.kind.watched else ()
         made_by = self.numbers.of(self.kind.compiled, COMPILED)
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
-            tensors = iter(Repeated.apply(trained, self, *parameters))
+            made = Repeated.apply(source, self, *parameters) if source is not None else ()
+        tensors = iter(made or [t for t, _ in self.forward()])
         leaves = [next(tensors) if isinstance(form, Form) else form[1] for form in forms]
         return tree_unflatten(leaves, structure)
 

@@ -5,7 +5,9 @@ memory. A script that accumulates gradients calls its model many times before it
 its Python and ops outside the model run each time, while what the model launches, forward and
 backward, is repeated after two alike, while its inputs but for their values, its attributes, and
 the gradients that it adds to stay as they were. One with hooks inside, whose Python may do
-anything, runs each time, but for those of forward that use their arguments alone.
+anything, runs each time, but for those of forward that use their arguments alone. Numbers that
+neither the host reads nor a shape depends on may differ, as tokens do. Without gradients, as while
+a policy is rolled out, a pass has no backward to be shown.
 
 The first layers of each kind run in each step, to show it, and so do the last, as backward comes to
 them first. Hooks on a layer, and on its parameters, run each time: what DDP and FSDP do. A layer
@@ -16,8 +18,9 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +34,7 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.alike import Layer, Model, layers_of
 from itercast.capture.programs.repeated.fold import again
-from itercast.capture.programs.repeated.forms import UnlikeError, form_of
+from itercast.capture.programs.repeated.forms import Form, UnlikeError, form_of
 from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
 from itercast.capture.programs.trained.bare import is_wrapper
@@ -40,16 +43,17 @@ from itercast.capture.programs.trained.bare import is_wrapper
 class Repeats:
     """Watches the models that a program trains, and their layers, and repeats passes of them.
 
-    ``kinds``: by the id of a model what was seen of its passes; ``layers``: by the id of a layer
-    how it is told from others, of the models that this step ``looked_in``. ``open``: passes whose
-    backward has not run. ``kept``: of each repetition what frees its memory, alive until its
-    backward. ``cast``: whether modules were repeated without casts, since autocast forgot these.
-    ``wrapper``: the outermost wrapper (DDP...) that runs; ``inside``: whether a model does.
+    ``kinds``: by the id of a model, with or without gradients, what was seen of its passes;
+    ``layers``: by the id of a layer how it is told from others, of models that this step
+    ``looked_in``. ``open``: passes whose backward has not run. ``kept``: of each repetition what
+    frees its memory, alive until its backward. ``cast``: whether modules were repeated without
+    casts, since autocast forgot these. ``wrapper``: the outermost wrapper (DDP...) that runs;
+    ``inside``: whether a model does.
     """
 
     def __init__(self, log: ProgramLog) -> None:
         self.log, self.calls, self.inside = log, log.calls, False
-        self.kinds = dict[int, list[Kind]]()
+        self.kinds = dict[tuple[int, bool], list[Kind]]()
         self.layers, self.looked_in = dict[int, Layer](), set[int]()
         self.open = list[ModelPass]()
         self.kept: list[weakref.finalize[Any, Any]] = []
@@ -66,9 +70,9 @@ class Repeats:
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             """As ``Module.__call__``: models, wrappers and layers run by methods of ours."""
-            trains = self.log.phase == "forward" and torch.is_grad_enabled()
             is_watched = not self.inside or id(module) in self.layers
-            if not (trains and is_watched and self.log.after_graph is None):
+            is_forward = self.log.phase == "forward" and self.log.after_graph is None
+            if not (is_watched and is_forward):
                 return original_call(module, *args, **kwargs)
             outermost = self._through if is_wrapper(module) else self._run_model
             around = self._run_layer if self.inside else outermost
@@ -125,10 +129,10 @@ class Repeats:
             self.looked_in.add(id(model))
             self.layers |= layers_of(model)
         outermost = model if self.wrapper is None else self.wrapper
-        self.log.calls.append(again(1))
+        self.log.calls.append(again(int(torch.is_grad_enabled())))
         self.inside = True
         try:
-            kinds = self.kinds.setdefault(id(model), [])
+            kinds = self.kinds.setdefault((id(model), torch.is_grad_enabled()), [])
             place = Model(model=model, outermost=outermost, kinds=kinds)
             return self._run(model, place, run)
         finally:
@@ -173,9 +177,12 @@ class Repeats:
         run = partial(forward, *args, **kwargs)
         forms = [form_of(leaf, log) for leaf in leaves]
         trained = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        graph = torch.is_grad_enabled()
+        graph = graph and bool(trained or any(p.requires_grad for p in module.parameters()))
+        trained = trained if graph else []
         on_gpu = isinstance(place, Model) or not log.host_memory
-        may_repeat = None not in forms and place.takes(trained) and on_gpu
-        held = place.held() if may_repeat else None
+        may_repeat = None not in forms and on_gpu and (place.takes(trained) or not graph)
+        held = place.held(graph) if may_repeat else None
         if held is None:
             return run()
         cast_before = self._cast_before(module)
@@ -183,16 +190,20 @@ class Repeats:
             (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
         ]
         modes = [type(mode) for mode in _get_current_function_mode_stack()]
-        around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
-        kind = _kind(place, (held, structure, forms, around))
-        inputs = Inputs(module, leaves, log)
-        if "forward" in kind.shown and ("backward" in kind.shown or not place.runs):
+        gradients = graph, torch.is_inference_mode_enabled()
+        around = casts, cast_before, modes, log.stream, bool(log.compiled.running), gradients
+        numbers = [form.values for form in forms if isinstance(form, Form)]
+        shapes = [replace(f, values=None) if isinstance(f, Form) else f for f in forms]
+        kind = _kind(place, (held, structure, shapes, around), numbers)
+        inputs = Inputs(module, leaves, trained, log)
+        backward_shown = "backward" in kind.shown or not (place.runs and graph)
+        if "forward" in kind.shown and backward_shown:
             self.cast[id(module)] = not cast_before
             repetition = Repetition(log, kind, inputs)
             output = repetition.output()
             self.kept.append(repetition.free)
             return output
-        return self._recorded(kind, inputs, run, place)
+        return self._recorded(kind, inputs, run, place, numbers)
 
     def _cast_before(self, module: Any) -> bool:
         """Whether autocast still has the cast weights of a module, since it ran before.
@@ -207,7 +218,12 @@ class Repeats:
         return before
 
     def _recorded(
-        self, kind: Kind, inputs: Inputs, run: Callable[[], Any], place: Layer | Model
+        self,
+        kind: Kind,
+        inputs: Inputs,
+        run: Callable[[], Any],
+        place: Layer | Model,
+        numbers: Sequence[Any],
     ) -> Any:
         """Run forward and note what it launches, if that can be repeated.
 
@@ -215,6 +231,7 @@ class Repeats:
         changed, or code watches the graph of a model.
         """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
+        read = log.routing.numbers_read
         names = Numbers.names(log, inputs)
         measured, first_node = Measured(log), next_node()
         output = run()
@@ -229,25 +246,32 @@ class Repeats:
         are_new = len({*storages}) == len(storages) and all(n >= names.since[0] for n in storages)
         drew_nothing = random.getstate() == drawn and len(log.networks) == networks
         arrived = log.arrives.keys().isdisjoint(storages)
-        trained = [t for t in tensors if t.grad_fn is not None] if storages else []
-        if not (trained and are_new and drew_nothing and arrived and forward.can_repeat()):
+        if read < log.routing.numbers_read or any(getattr(f, "values", None) for f in forms):
+            kind.reads(numbers)
+        trained = [t for t in tensors if t.grad_fn is not None]
+        if not (storages and are_new and drew_nothing and arrived and forward.can_repeat()):
             return output
-        if isinstance(place, Model) and not watched(log, trained):
+        graph = kind.key[-1][-1][0]
+        is_same = isinstance(place, Model) or place.held() == kind.key[0]
+        if not graph:
+            if is_same and not any(t.requires_grad for t in tensors):
+                kind.note("forward", forward)
+        elif isinstance(place, Model) and trained and not watched(log, trained):
             self.open.append(ModelPass(log, kind, forward, names))
             self.open[-1].watch(place, tensors, first_node)
-        elif isinstance(place, Layer) and len(trained) == 1 and place.held() == kind.key[0]:
+        elif isinstance(place, Layer) and len(trained) == 1 and is_same:
             LayerPass(log, kind, forward, names).watch(inputs, trained[0], first_node)
         return output
 
 
-def _kind(place: Layer | Model, key: Any) -> Kind:
-    """The kind of passes with this key; keys can be compared but not hashed.
+def _kind(place: Layer | Model, key: Any, numbers: Sequence[Any]) -> Kind:
+    """The kind of passes with this key, and these numbers if it reads any; neither can be hashed.
 
     Of a model's the last one alone: its attributes are compared by identity, as long as they live.
     """
     kinds: list[Kind] = place.kinds
     for kind in kinds:
-        if kind.key == key:
+        if kind.key == key and kind.numbers in (None, numbers):
             return kind
     if isinstance(place, Model):
         kinds.clear()

@@ -1,0 +1,119 @@
+"""Forwards without gradients run a few times, and the program is as if all ran."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_repeated_layers import WIDTH, Layer, Model, Step, captured, launches
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.capture.programs import capture
+from itercast.capture.programs.program import AGAIN
+
+STEPS = 8  # of a denoising loop
+
+
+class Denoiser(nn.Module):
+    """Is given a noisy sample, and the number of the time step: one with data, as schedulers do."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.reads, self.model, self.times = reads, Model(), nn.Embedding(64, WIDTH)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        noise: Tensor = self.model(x + self.times(time))
+        return noise.exp() if self.reads and time.item() < 3 else noise
+
+
+def denoising(model: Callable[[], nn.Module], mode: Any = torch.no_grad) -> Step:
+    """Eight steps of a denoising loop, and a training step."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with _disable_current_modes():
+        times = torch.arange(STEPS)
+
+    def step() -> None:
+        with mode():
+            x = torch.randn(4, 8, WIDTH)
+            for time in times:
+                x = x - net(x, time)
+        net(torch.randn(4, 8, WIDTH), times[0]).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_denoising_steps_are_as_if_all_ran(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first pass three layers run: the first has no number to compare, two show the rest.
+
+    Of the second pass one runs, and none of the other six. A training step takes six layers; the
+    second iteration runs these alone: its passes without gradients are as those of the first.
+    Launches of the first, the second (which reads what that one made) and the last pass are kept,
+    and three of five alike ones, one of them as repeated three times.
+    """
+    program = partial(denoising, Denoiser, mode)
+    folded = captured(program, repeats=True)
+    monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    found = captured(program, repeats=True)
+    runs, whole = Layer.runs, captured(program, repeats=False)
+    assert launches(found) == launches(whole)
+    assert found.ranks[0].host == whole.ranks[0].host and found.peak_bytes == whole.peak_bytes
+    assert Layer.runs == 2 * (STEPS + 1) * 9
+    assert [c.args for c in folded.ranks[0].calls if c.op == AGAIN] == [(3,), (1,)]
+    assert runs == 3 + 1 + 6 + 6
+
+
+def test_a_model_that_reads_its_time_step_runs_each_time() -> None:
+    program = partial(denoising, partial(Denoiser, reads=True))
+    found, whole = (captured(program, repeats) for repeats in (True, False))
+    assert launches(found) == launches(whole)
+    assert sum(op == "aten.exp.default" for op, *_ in launches(found)) == 3 + 1
+
+
+class Reader(nn.Module):
+    """A model of tokens, which may ask whether the first one is 0."""
+
+    runs = 0
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads, self.words, self.out = reads, nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        Reader.runs += 1
+        words = self.words(tokens)
+        return self.out(words.exp() if self.reads and tokens[0] == 0 else words)  # type: ignore[no-any-return]
+
+
+def accumulating(reads: bool) -> Step:
+    """A step of five micro-batches of tokens with data, all different."""
+    net = Reader(reads)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with _disable_current_modes():
+        batches = [torch.full((7,), number) for number in range(5)]
+
+    def step() -> None:
+        for tokens in batches:
+            net(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize(("reads", "runs"), [(False, 3 + 3), (True, 2 * 5)])
+def test_tokens_may_differ_where_nobody_reads_them(reads: bool, runs: int) -> None:
+    """In each step the first micro-batch makes gradients, and two show what the others do. Where
+    numbers are read all run, and the first has an exponential.
+    """
+    Reader.runs, program = 0, partial(accumulating, reads)
+    found = captured(program, repeats=True)
+    assert Reader.runs == runs
+    whole = captured(program, repeats=False)
+    assert launches(found) == launches(whole) and found.peak_bytes == whole.peak_bytes
+    assert sum(op == "aten.exp.default" for op, *_ in launches(found)) == int(reads)
