@@ -300,7 +300,7 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     do, changes nothing that is known.
     """
     if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
-        return _view(func, args, kwargs)
+        return view_of(func, args, kwargs)
     if func is MADE and type(args[0]) is Tensor and not args[0].dim():
         return _number(args[0], torch._C._get_dispatch_mode(FAKE))
     if func is READ and type(args[0]) is FakeTensor and args[0].constant is not None:
@@ -311,7 +311,7 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     return func(*args, **kwargs)
 
 
-def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+def view_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     """A view of a fake tensor, or several, made by torch's own rule for tensors without data."""
     mode, device = args[0].fake_mode, args[0].fake_device
     with in_kernel_invocation_manager(mode):

@@ -221,7 +221,7 @@ class OpLog(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
         """Run an op and log it; of views, and of autograd's nodes, count host events instead."""
-        if _consists_of_others(func):  # such ops of inference tensors come whole
+        if consists_of_others(func):  # such ops of inference tensors come whole
             with self:
                 return func.decompose(*args, **kwargs)
         if takes_masks(func, args):
@@ -262,7 +262,7 @@ class OpLog(TorchDispatchMode):
 
 
 @cache
-def _consists_of_others(func: OpOverload) -> bool:
+def consists_of_others(func: OpOverload) -> bool:
     """Whether torch has no kernel for this op and runs other ops."""
     if func.namespace != "aten" or not func._can_decompose():
         return False
