@@ -45,8 +45,8 @@ from itercast.capture.programs.program import (
 from itercast.capture.recorder.autocast import in_tf32
 from itercast.capture.recorder.facts import note_message
 from itercast.capture.recorder.fake import asked_of, below_transforms
-from itercast.capture.recorder.fake_patches import view_of
-from itercast.capture.recorder.log import DTYPES, OpLog, consists_of_others
+from itercast.capture.recorder.log import DTYPES, OpLog
+from itercast.capture.recorder.remembered import view_of, views_one
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import values_of
 from itercast.capture.recorder.watch import MadeBy
@@ -276,9 +276,8 @@ class ProgramLog(OpLog):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim" and not any(map(is_traceable_wrapper_subclass_type, types)):
             return asked_of(func, args, kwargs or {})
-        if func.is_view and type(args[0]) is FakeTensor and self._is_plain(args[0]):
-            if not consists_of_others(func):
-                return self._view(func, args, kwargs or {})
+        if views_one(func) and self._is_plain(args[0]):
+            return self._view(func, args, kwargs or {})
         if self._awaiting and self._updates(func, args[:1]):
             self._awaiting = set()
             self.ended("update", None)
@@ -302,9 +301,11 @@ class ProgramLog(OpLog):
         return view_of(func, args, kwargs)
 
     def _is_plain(self, tensor: Any) -> bool:
-        """Whether a tensor is of floats of which nothing is known."""
-        unknown = tensor.constant is None and tensor not in self.routing.facts
-        return unknown and tensor.is_floating_point() and tensor.layout == torch.strided
+        """Whether a tensor is a fake one of floats of which nothing is known."""
+        if type(tensor) is not FakeTensor or tensor.constant is not None:
+            return False
+        is_dense = tensor.is_floating_point() and tensor.layout == torch.strided
+        return is_dense and tensor not in self.routing.facts
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, and log it as what it is: torch's own, FSDP's, a library's, a message."""

@@ -14,13 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses import fake_tensor as torch_fakes
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    TensorMetadata,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,6 +23,7 @@ from itercast.capture.base.slow_imports import once_imported
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.attention import flex_as_sdpa
 from itercast.capture.recorder.fake import as_subclass, fake_tensor, make_subclass
+from itercast.capture.recorder.remembered import FAKE, run_remembered, view_of, views_one
 from itercast.capture.recorder.replaced.scripted import scripted_as_python
 
 WARNS = "warn_if_padding_and_no_attention_mask"
@@ -38,7 +33,6 @@ APPLY, NEW, COPY = torch.nn.Module._apply, FakeTensor.__new__, Tensor.__deepcopy
 STORAGE_ADDRESS = torch.UntypedStorage.data_ptr
 # GPT-NeoX gives parameters a number of this name, by which torch would no longer find the method
 MEGATRON_STRIDE = property(lambda t: partial(Tensor.stride, t), lambda t, number: None)
-METADATA, FLATTEN = torch_fakes.extract_tensor_metadata, TensorMetadata._flatten_into
 
 
 def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
@@ -143,50 +137,6 @@ def _address(tensor: Tensor) -> int:
     return start and start + int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _metadata(tensor: Tensor) -> TensorMetadata:
-    """The key of a tensor in torch's cache of results on fake tensors, made faster than by torch.
-
-    Torch makes one for each op. The memory format is left out: it follows from strides.
-    """
-    if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides:
-        return METADATA(tensor)
-    return TensorMetadata(
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.device,
-        tensor.layout,
-        None,
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
-        tensor.requires_grad,
-        tensor.is_quantized,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.is_inference(),
-        False,
-        None,
-        None,
-        None,
-    )
-
-
-def _flatten(tensor: TensorMetadata, result: list[object], mode: Any, state: Any) -> None:
-    """Add a tensor's metadata to a key (op first) of torch's cache of results on fake tensors.
-
-    Where in a storage a tensor lies matters to views alone, and is left out for other ops: those
-    that a model runs on one slice after another are the same. Symbolic shapes are torch's to add.
-    """
-    if mode.shape_env is not None:
-        FLATTEN(tensor, result, mode, state)
-        return
-    is_view = getattr(result[0], "is_view", True)
-    within = (tensor.storage_offset, tensor.storage_bytes) if is_view else ()
-    form = tensor.shape, tensor.stride, tensor.layout, tensor.dtype, tensor.device
-    flags = tensor.requires_grad, tensor.is_conj, tensor.is_neg, tensor.is_inference
-    result.append((form, within, flags, tensor.is_quantized))
-
-
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
     """Let fake tensors be converted in place, copied, pickled, formatted, and have addresses.
@@ -202,8 +152,6 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.multiple(torch, tensor=_reading(torch.tensor), as_tensor=_reading(torch.as_tensor)),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__new__", _new),
-        patch.object(TensorMetadata, "_flatten_into", _flatten),
-        patch.object(torch_fakes, "extract_tensor_metadata", _metadata),
         patch.object(FakeTensor, "data_ptr", _address),
         patch.object(torch.UntypedStorage, "data_ptr", _storage_address),
         patch.object(FakeTensor, "__format__", _format),
@@ -289,17 +237,16 @@ def _transformers_runs_eagerly() -> Iterator[None]:
 
 READ = torch.ops.aten._local_scalar_dense.default
 MADE = torch.ops.aten.lift_fresh.default  # what torch.tensor() ends with
-FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Run an op on fake tensors; without torch, which is slow, in four cases.
+    """Run an op on fake tensors; without torch, which is slow, in these cases.
 
     A number that the program makes is a fake tensor with its value; a known number is read; a view
     is a part of the same memory; and an op that writes over lists of unknown floats, as optimizers
-    do, changes nothing that is known.
+    do, changes nothing that is known. Results are remembered (``remembered``).
     """
-    if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+    if views_one(func) and type(args[0]) is FakeTensor and args[0].constant is None:
         return view_of(func, args, kwargs)
     if func is MADE and type(args[0]) is Tensor and not args[0].dim():
         return _number(args[0], torch._C._get_dispatch_mode(FAKE))
@@ -308,17 +255,7 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
             return args[0].constant.item()
     if func._schema.is_mutable and func._opname.startswith("_foreach_") and _alike(args):
         return None
-    return func(*args, **kwargs)
-
-
-def view_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """A view of a fake tensor, or several, made by torch's own rule for tensors without data."""
-    mode, device = args[0].fake_mode, args[0].fake_device
-    with in_kernel_invocation_manager(mode):
-        made = func(*args, **kwargs)
-        if isinstance(made, Tensor):
-            return NEW(FakeTensor, mode, made, device)
-        return [NEW(FakeTensor, mode, part, device) for part in made]
+    return run_remembered(func, args, kwargs)
 
 
 def _number(tensor: Tensor, mode: Any) -> Tensor:

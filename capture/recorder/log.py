@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from traceback import StackSummary
 from typing import Any
 
@@ -46,6 +46,7 @@ from itercast.capture.recorder.fake_patches import (
     run_uncompiled,
 )
 from itercast.capture.recorder.recurrent import recurrent_networks
+from itercast.capture.recorder.remembered import consists_of_others
 from itercast.capture.recorder.replaced.corrected import trilinear
 from itercast.capture.recorder.replaced.positions import by_position, takes_masks
 from itercast.capture.recorder.routing import Routing
@@ -259,14 +260,6 @@ class OpLog(TorchDispatchMode):
         has_just_read = bool(self.calls) and self.calls[-1].op == ITEM
         if not (drawn or self.phase == "optimizer" or has_just_read):
             self.add(ITEM, (tensor,), {}, ())
-
-
-@cache
-def consists_of_others(func: OpOverload) -> bool:
-    """Whether torch has no kernel for this op and runs other ops."""
-    if func.namespace != "aten" or not func._can_decompose():
-        return False
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
 
 
 @without_garbage_collection()
