@@ -36,12 +36,14 @@ def _of_python(file: str) -> bool:
     return file.startswith(f"{Path(os.__file__).parent}{os.sep}") and "-packages" not in file
 
 
-def user_line() -> tuple[str, int]:
-    """The innermost file and line that runs now and is neither ours nor torch's."""
+def user_line() -> tuple[str, int, int]:
+    """The innermost file and line that runs now and is neither ours nor torch's; its instruction,
+    which is a later one for each part of a condition.
+    """
     for frame, line in traceback.walk_stack(None):
         if not frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
-            return frame.f_code.co_filename, line
-    return "", 0
+            return frame.f_code.co_filename, line, frame.f_lasti
+    return "", 0, 0
 
 
 def one_line_error(exc: BaseException) -> str:
@@ -72,22 +74,30 @@ def passing(file: str, line: int) -> bool | None:
     conditions need different values.
     """
     needed = set[bool]()
-    for check in _checks(file):
+    for check in _conditions(file):
+        if isinstance(check, ast.While):
+            continue
         if check.test.lineno <= line <= (check.test.end_lineno or 0):
             test_passes = isinstance(check, ast.Assert)  # an ``if`` passes where its test is false
             needed |= {test_passes != _is_negated(leaf) for leaf in _leaves(check.test)}
     return needed.pop() if len(needed) == 1 else None
 
 
+def loop_test(file: str, line: int) -> int:
+    """The line where a test of a ``while`` begins that this line belongs to; else this line."""
+    tests = [node.test for node in _conditions(file) if isinstance(node, ast.While)]
+    return next((t.lineno for t in tests if t.lineno <= line <= (t.end_lineno or 0)), line)
+
+
 @cache
-def _checks(file: str) -> list[ast.Assert | ast.If]:
-    """The checks in a file of Python: ``assert``, and ``if`` that only raises."""
+def _conditions(file: str) -> list[ast.Assert | ast.If | ast.While]:
+    """The checks in a file of Python, ``assert`` and ``if`` that only raises, and its loops."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If)]
-    return [node for node in nodes if isinstance(node, ast.Assert) or _only_raises(node)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If | ast.While)]
+    return [node for node in nodes if not isinstance(node, ast.If) or _only_raises(node)]
 
 
 def _only_raises(node: ast.If) -> bool:

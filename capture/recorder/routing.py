@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.base.user_errors import passing, user_line
+from itercast.capture.base.user_errors import loop_test, passing, user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.facts import (
     FILLED_LIMIT,
@@ -64,6 +64,7 @@ from itercast.capture.step import Inputs
 
 TRUE_SHARE: float = assumed(__file__, "true_share")
 TURNS_AFTER = int(assumed(__file__, "turns_after"))
+NOWHERE = ("", 0), 0
 TURNED = f"a number that nobody knows turned after a line had read it {TURNS_AFTER} times"
 GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, distinct, or kept"
 COUNTED = ("arange", "linspace")
@@ -89,6 +90,7 @@ class Routing(Known):
         super().__init__()
         self.guesses = guesses
         self.reads = Counter[tuple[str, int]]()  # of guesses, by the user's line
+        self.turned = NOWHERE  # the line and instruction that just read one which turned
 
     def note_inputs(self, inputs: Inputs) -> None:
         """Note that integer inputs without values are tokens, of which no number is known."""
@@ -106,7 +108,7 @@ class Routing(Known):
             self.numbers_read += 1
         if name in ("item", "_local_scalar_dense") and known is not None:
             if known.guessed and args[0].dtype == torch.bool:
-                needed = passing(*user_line())
+                needed = passing(*user_line()[:2])
                 if needed is not None:
                     return needed
             number = self._scalar(args[0], known)
@@ -159,15 +161,19 @@ class Routing(Known):
         return 1.0 if args[0].is_floating_point() else 1
 
     def _turned(self, number: Argument) -> Argument:
-        """A guessed number, negated at every ``TURNS_AFTER``-th read by a line: so loops end whose
-        condition nobody knows.
+        """A guessed number, negated at every ``TURNS_AFTER``-th read by a line, and with it other
+        parts of the same test of a loop: so loops end whose condition nobody knows.
         """
         if self.guesses is None:
             return number
-        place = user_line()
+        file, line, instruction = user_line()
+        place = file, loop_test(file, line)
         self.reads[place] += 1
-        if self.reads[place] % TURNS_AFTER:
+        turned, before = self.turned
+        if self.reads[place] % TURNS_AFTER and (turned != place or instruction <= before):
+            self.turned = NOWHERE
             return number
+        self.turned = place, instruction
         self.guesses.setdefault(TURNED, extract_stack())
         return not number
 

@@ -11,7 +11,7 @@ import pytest
 from small_scripts import H100, TRAINING, captured, written
 
 from itercast.capture.programs.outside import RefusedError
-from itercast.capture.programs.program import COLLECTIVE
+from itercast.capture.programs.program import COLLECTIVE, launch_order
 from itercast.capture.programs.script import ON_HOST
 from itercast.compose.programs.scripts import emulated
 from itercast.microbench.hardware.spec import load_gpu
@@ -334,15 +334,36 @@ for step in range(3):
 """
 
 
+RESAMPLES = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    tokens = torch.randn(4, 8, device="cuda")
+    while (tokens.mean(-1) < 0.1).any() or \\
+            (tokens.mean(-1) > 0.9).any():
+        tokens = torch.randn(4, 8, device="cuda")
+    model(tokens).sum().backward()
+    optimizer.step()
+"""
+
+
 def test_loops_that_end_by_a_flag_in_a_tensor_end(tmp_path: Path) -> None:
     """Text of eight tokens at most, of which any may be the last; then a step's own product.
 
-    A number that nobody knows turns at last, and the line that reads it is named.
+    A number that nobody knows turns at last, and the line that reads it is named. With it turns the
+    other part of a condition, which is read then: the third step's 999th read is the condition's
+    3000th. It draws once before its loop, and after each read but that one.
     """
-    ops = Counter(c.op for c in captured(written(tmp_path, GENERATES), gpus=1).ranks[0].calls)
-    assert ops["aten.addmm.default"] == 8 + 1
+
+    def launched(text: str) -> Counter[str]:
+        calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+        return Counter(calls[i].op for i in launch_order(calls))
+
+    assert launched(GENERATES)["aten.addmm.default"] == 8 + 1
     (note,) = captured(written(tmp_path, WAITS), gpus=1).notes
     assert "turned after a line had read it 1000 times (train.py:8: while error.item()" in note
+    assert launched(RESAMPLES)["aten.randn.default"] == 1 + 998
 
 
 BATCHES = """
