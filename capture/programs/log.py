@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from itercast.capture.collectives import (
@@ -46,7 +44,7 @@ from itercast.capture.recorder.autocast import in_tf32
 from itercast.capture.recorder.facts import note_message
 from itercast.capture.recorder.fake import asked_of, below_transforms
 from itercast.capture.recorder.log import DTYPES, OpLog
-from itercast.capture.recorder.remembered import view_of, views_one
+from itercast.capture.recorder.replaced.remembered import is_plain, view_of, views_one
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import values_of
 from itercast.capture.recorder.watch import MadeBy
@@ -276,8 +274,9 @@ class ProgramLog(OpLog):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim" and not any(map(is_traceable_wrapper_subclass_type, types)):
             return asked_of(func, args, kwargs or {})
-        if views_one(func) and self._is_plain(args[0]):
-            return self._view(func, args, kwargs or {})
+        if views_one(func) and is_plain(args[0], self.routing.facts):
+            self.count_view()
+            return view_of(func, args, kwargs or {})
         if self._awaiting and self._updates(func, args[:1]):
             self._awaiting = set()
             self.ended("update", None)
@@ -290,22 +289,9 @@ class ProgramLog(OpLog):
                     self.loaded.follow(args, output)
         return output
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A view of floats, of which only host events are noted: it is where its memory is.
-
-        Of a compiled function's backward there are none.
-        """
-        if not self.paused:
-            self.host["autograd_node"] += self.phase == "forward" and torch.is_grad_enabled()
-            self.host["view_op"] += not self.compiled.number()
-        return view_of(func, args, kwargs)
-
-    def _is_plain(self, tensor: Any) -> bool:
-        """Whether a tensor is a fake one of floats of which nothing is known."""
-        if type(tensor) is not FakeTensor or tensor.constant is not None:
-            return False
-        is_dense = tensor.is_floating_point() and tensor.layout == torch.strided
-        return is_dense and tensor not in self.routing.facts
+    def count_view(self, *, views: int = 1) -> None:
+        """Count a view; in backward of a compiled function there are none."""
+        super().count_view(views=0 if self.compiled.number() else views)
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, and log it as what it is: torch's own, FSDP's, a library's, a message."""
@@ -323,11 +309,7 @@ class ProgramLog(OpLog):
             self.guesses.setdefault(guess.format(func.namespace), extract_stack())
             return output
         if not is_collective(func) and func not in FUSED_ATTENTION:
-            view_ops = self.host["view_op"]
-            output = super().__torch_dispatch__(func, types, args, kwargs)
-            if func.is_view and self.compiled.number():  # compiled backward: no event of the host
-                self.host["view_op"] = view_ops
-            return output
+            return super().__torch_dispatch__(func, types, args, kwargs)
         output = func(*args, **kwargs)
         if func in FUSED_ATTENTION:
             log_attention(self, func, args, kwargs, output)

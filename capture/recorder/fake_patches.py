@@ -23,7 +23,7 @@ from itercast.capture.base.slow_imports import once_imported
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.attention import flex_as_sdpa
 from itercast.capture.recorder.fake import as_subclass, fake_tensor, make_subclass
-from itercast.capture.recorder.remembered import FAKE, run_remembered, view_of, views_one
+from itercast.capture.recorder.replaced.remembered import FAKE, run_remembered, view_of, views_one
 from itercast.capture.recorder.replaced.scripted import scripted_as_python
 
 WARNS = "warn_if_padding_and_no_attention_mask"

@@ -46,9 +46,9 @@ from itercast.capture.recorder.fake_patches import (
     run_uncompiled,
 )
 from itercast.capture.recorder.recurrent import recurrent_networks
-from itercast.capture.recorder.remembered import consists_of_others
 from itercast.capture.recorder.replaced.corrected import trilinear
 from itercast.capture.recorder.replaced.positions import by_position, takes_masks
+from itercast.capture.recorder.replaced.remembered import consists_of_others
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import (
     FakeSparseOps,
@@ -241,14 +241,23 @@ class OpLog(TorchDispatchMode):
             return output
         if str(func) == ITEM:
             self.read_by_host(args[0])
-            return output
+        elif func.is_view or name in UNDECLARED_VIEWS:
+            self.count_view()
+        else:
+            self._count_node()
+            self.add(str(func), args, kwargs, output)
+        return output
+
+    def count_view(self, *, views: int = 1) -> None:
+        """Count a view, and its autograd node."""
+        if not self.paused:
+            self._count_node()
+            self.host["view_op"] += views
+
+    def _count_node(self) -> None:
+        """Count an autograd node, where forward makes one."""
         if self.phase in ("forward", "loss") and torch.is_grad_enabled():
             self.host["autograd_node"] += 1
-        if func.is_view or name in UNDECLARED_VIEWS:
-            self.host["view_op"] += 1
-            return output
-        self.add(str(func), args, kwargs, output)
-        return output
 
     def read_by_host(self, tensor: Tensor) -> None:
         """Log that the host reads numbers and waits, unless it has them already.

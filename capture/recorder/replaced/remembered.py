@@ -54,8 +54,9 @@ def run_remembered(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
 @cache
 def _decided_by_forms(func: OpOverload) -> bool:
     """Whether forms of arguments may decide those of results: numbers do not, nor other memory."""
-    reshapes = torch.Tag.inplace_view in func.tags or func._opname in RESHAPING
-    return not (func.is_view or reads_numbers(func) or reshapes)
+    if func.namespace != "aten" or func.is_view or reads_numbers(func):
+        return False
+    return torch.Tag.inplace_view not in func.tags and func._opname not in RESHAPING
 
 
 def _form(value: Argument) -> Any:
@@ -103,6 +104,13 @@ def view_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
         if isinstance(made, Tensor):
             return NEW(FakeTensor, mode, made, device)
         return [NEW(FakeTensor, mode, part, device) for part in made]
+
+
+def is_plain(tensor: Argument, facts: Any) -> bool:
+    """Whether this is a fake tensor of floats, about which there are no ``facts``."""
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor in facts:
+        return False
+    return tensor.is_floating_point() and tensor.layout == torch.strided
 
 
 @cache
