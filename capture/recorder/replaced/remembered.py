@@ -78,14 +78,14 @@ def _of_results(output: Any, args: Args, key: Any) -> Any:
         return FIRST if _form(args) == key[2] else ()
     single = isinstance(output, Tensor)
     tensors = [output] if single else output if isinstance(output, list | tuple) else [output]
-    given, made = (
-        [t.untyped_storage()._cdata for t in tree_leaves(ts) if isinstance(t, Tensor)]
-        for ts in (args, tensors)
-    )
     try:
         forms = [None if t is None else _form(t) for t in tensors]
     except UntoldError:
         return ()
+    given, made = (
+        [t.untyped_storage()._cdata for t in tree_leaves(ts) if isinstance(t, Tensor)]
+        for ts in (args, tensors)
+    )
     new = {*given}.isdisjoint(made) and len({*made}) == len(forms) - forms.count(None)
     return (Tensor if single else type(output), *forms) if new else ()
 
