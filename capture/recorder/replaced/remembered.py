@@ -76,8 +76,8 @@ def _of_results(output: Any, args: Args, key: Any) -> Any:
     """What to remember of results: their container and forms; nothing where they share memory."""
     if args and output is args[0]:
         return FIRST if _form(args) == key[2] else ()
-    single = isinstance(output, Tensor)
-    tensors = [output] if single else output if isinstance(output, list | tuple) else [output]
+    single = not isinstance(output, list | tuple)
+    tensors = [output] if single else output
     try:
         forms = [None if t is None else _form(t) for t in tensors]
     except UntoldError:
