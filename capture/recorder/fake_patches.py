@@ -243,8 +243,7 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     """Run an op on fake tensors; without torch, which is slow, in these cases.
 
     A number that the program makes is a fake tensor with its value; a known number is read; a view
-    is a part of the same memory; and an op that writes over lists of unknown floats, as optimizers
-    do, changes nothing that is known. Results are remembered (``remembered``).
+    is a part of the same memory; results are remembered.
     """
     if views_one(func) and type(args[0]) is FakeTensor and args[0].constant is None:
         return view_of(func, args, kwargs)
@@ -253,8 +252,6 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     if func is READ and type(args[0]) is FakeTensor and args[0].constant is not None:
         with _disable_current_modes():
             return args[0].constant.item()
-    if func._schema.is_mutable and func._opname.startswith("_foreach_") and _alike(args):
-        return None
     return run_remembered(func, args, kwargs)
 
 
@@ -265,16 +262,3 @@ def _number(tensor: Tensor, mode: Any) -> Tensor:
         fake = FakeTensor(mode, form, tensor.device, constant=tensor.clone())
     mode.fake_tensor_converter.add_constant_storage_mapping(fake)
     return fake
-
-
-def _alike(args: Args) -> bool:
-    """Whether there are lists of tensors, all of unknown floats and of the same shapes."""
-    lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Tensor)]
-    shapes = [[t.shape for t in tensors] for tensors in lists]
-    if not lists or shapes.count(shapes[0]) < len(shapes):
-        return False
-    return all(
-        type(t) is FakeTensor and t.constant is None and t.is_floating_point()
-        for tensors in lists
-        for t in tensors
-    )
