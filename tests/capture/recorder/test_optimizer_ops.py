@@ -26,10 +26,11 @@ class Seen(TorchDispatchMode):
 
 
 def test_lists_are_written_over_without_torch_and_numbers_are_read() -> None:
-    """Of the same shapes and unknown; a number that the program made is counted on by torch."""
+    """Unknown ones of shapes that torch has seen; numbers that the program made torch counts on."""
     real = torch.tensor(3.0)
     with FakeTensorMode():
         some, others = ([torch.empty(n, 2) for n in (3, 4)] for _ in range(2))
+        run_quickly(ADD, (some, others), {})
         one, two = torch.tensor(1.0), torch.tensor(2.0)
         with Seen() as seen:
             run_quickly(ADD, (some, others), {})
