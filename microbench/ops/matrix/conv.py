@@ -338,7 +338,7 @@ def _over_forward(p: Conv, channels_last: bool) -> float:
     def longer(law: Mapping[str, float]) -> float:
         if channels_last:
             return law["nhwc"]
-        return min(law["most"], max(law["least"], (law["terms"] / terms) ** law["power"]))
+        return float(np.clip((law["terms"] / terms) ** law["power"], law["least"], law["most"]))
 
     for_input = longer(STRIDED_INPUT_GRADIENT) if p.stride > 1 and not p.transposed else 1.0
     for_weight = longer(WEIGHT_GRADIENT) if taps(p) == 1 or not channels_last else 1.0
