@@ -43,7 +43,7 @@ from itercast.capture.programs.program import (
 from itercast.capture.recorder.autocast import in_tf32
 from itercast.capture.recorder.facts import note_message
 from itercast.capture.recorder.fake import asked_of, below_transforms
-from itercast.capture.recorder.log import DTYPES, OpLog
+from itercast.capture.recorder.log import DTYPES, SILENT, OpLog
 from itercast.capture.recorder.replaced.remembered import is_plain, view_of, views_one
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import values_of
@@ -83,8 +83,7 @@ class ProgramLog(OpLog):
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.host_memory, self.reads_copies = GpuMemory(), False  # what a program keeps there
         self.loaded = GpuMemory()  # batches of DataLoaders
-        self.recomputing = False
-        self.points = count()
+        self.recomputing, self.points = False, count()
         self.live_bytes = self.peak_bytes = self.least_bytes = 0
         self.measuring = list[Any]()
         self.grouped = False  # whether the program made a process group
@@ -275,7 +274,8 @@ class ProgramLog(OpLog):
         if func.namespace == "prim" and not any(map(is_traceable_wrapper_subclass_type, types)):
             return asked_of(func, args, kwargs or {})
         if views_one(func) and is_plain(args[0], self.routing.facts):
-            self.count_view()
+            if func._schema.name not in SILENT:
+                self.count_view()
             return view_of(func, args, kwargs or {})
         if self._awaiting and self._updates(func, args[:1]):
             self._awaiting = set()
