@@ -7,6 +7,7 @@ import linecache
 import os
 import traceback
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -55,11 +56,13 @@ def first_line(exc: BaseException) -> str:
     """An error's class and first line, and those of the errors that it was raised from, or while
     one was handled: a script that cleans up after an error may fail there again.
 
-    Where it quotes the traceback of a worker's process, the last line of that follows.
+    Where it quotes the traceback of a worker's process, the first lines of its errors follow.
     """
     first, *others = str(exc).strip().splitlines() or [""]
-    worker = f" {others[-1]}" if any("Traceback (most recent" in line for line in others) else ""
-    line = f"{type(exc).__name__}: {first}{worker}"
+    quotes = any("Traceback (most recent" in line for line in others)
+    below = (line for place, line in pairwise(others) if quotes and place.startswith("  "))
+    errors = [line for line in below if line and not line.startswith(" ")]
+    line = " ".join((f"{type(exc).__name__}: {first}", ", because of ".join(errors[::-1]))).strip()
     cause = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
     if cause is None or str(cause) in line:
         return line

@@ -34,6 +34,7 @@ LONGEST = 20  # times the steps asked for, within which what an iteration runs o
 # Backwards, and passes over DataLoaders, after which no step of an optimizer is waited for.
 WAITED = 1000
 AVERAGES = -1  # no kind: updates of most weights that not each step makes, as a moving average's
+NOT_LOADED = "no DataLoader makes its input: the time that this takes is not in the step"
 UPDATES = 0  # no id of an optimizer, but a key beside them in ``Step.stepped``
 
 Place = tuple[int, Lines]  # the index in KINDS of what ended, and where
@@ -51,7 +52,8 @@ class Step(NamedTuple):
     backwards and updates with the lines that called them, in order. ``inferences``: forward passes
     of models in evaluation; ``evaluated``: where such a model is one that is trained, and its
     outputs are not learned from. ``updated``: number of tensors written in place outside modules
-    and backward. ``on_gpu``: number of ops that read a tensor on the GPU.
+    and backward. ``on_gpu``: number of ops that read a tensor on the GPU. ``fed``: the lines that
+    copied each tensor that came there from the host.
     """
 
     calls: list[OpCall]
@@ -67,6 +69,7 @@ class Step(NamedTuple):
     evaluated: set[Place]
     updated: int
     on_gpu: int
+    fed: list[Lines]
 
 
 class Steps:
@@ -109,9 +112,10 @@ class Steps:
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
-        self.gpu_ops = 0  # before the step that runs
+        self.gpu_ops, self.fed = 0, list[Lines]()  # ops before the step that runs; copies in it
         log.ended, taken.came = self.end, log.batch
         taken.given, taken.passed = log.loaded.add, self._waits
+        log.gpu_memory.came = lambda: self.fed.append(self.lines())
 
     @property
     def done(self) -> int:
@@ -254,9 +258,10 @@ class Steps:
                 evaluated=self._of_trained(inferences) - learned,
                 updated=_updated(log.calls),
                 on_gpu=log.gpu_memory.ops - self.gpu_ops,
+                fed=self.fed,
             )
         )
-        self.gpu_ops = log.gpu_memory.ops
+        self.gpu_ops, self.fed = log.gpu_memory.ops, []
         self.places, self.stepped, self.passes = set(), Counter(), []
         self.inferences, self.earlier = [], []
         log.reset()
@@ -352,6 +357,8 @@ class Steps:
         """Let the log and the batches be those of the iteration that was kept."""
         if KINDS[self.kind] == "optimizer":
             self.notes += self._left_out()
+        if self.taken.loader is None and (fed := [lines for x in self.kept for lines in x.fed]):
+            self.notes.append(f"{NOT_LOADED}{self.quoted(fed[-1])}")
         log, host = self.log, Counter[str]()
         log.calls, log.networks = [], []
         for step in self.kept:

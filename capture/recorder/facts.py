@@ -24,7 +24,7 @@ from itercast.capture.opcall import Args, Argument, Kwargs
 
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
 
-FILLED_LIMIT = 2**20  # elements of one that the program filled with a number
+FILLED_LIMIT = 2**20  # elements of one of floats, or that the program filled with a number
 NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1, "empty": 0}  # what ops fill a tensor with
 GIVEN = ("full", "fill_", "scalar_tensor")  # with their last argument
 ORDERS = {"gt": gt, "ge": ge, "lt": lt, "le": le}
@@ -55,8 +55,9 @@ def is_small_integer(tensor: Tensor) -> bool:
 
 
 def is_computed(tensor: Tensor) -> bool:
-    """Whether known values of a tensor are followed: of a small integer one, or of one element."""
-    return is_small_integer(tensor) or (tensor.layout == torch.strided and tensor.numel() == 1)
+    """Whether known values of a tensor are followed: of few elements, or of more integers."""
+    few = tensor.layout == torch.strided and tensor.numel() <= FILLED_LIMIT
+    return few or is_small_integer(tensor)
 
 
 def evenly_spread(args: Args, output: Tensor) -> Tensor:
@@ -256,7 +257,8 @@ def filled(name: str, args: Args, output: Argument) -> Tensor | None:
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
     if small and kind == "empty":  # whose parts a program fills; until then any number is right
         small = name != "empty_like" and not output.is_floating_point()
-    if not isinstance(number, int | float) or not small or not is_computed(output):
+    followed = small and (output.numel() == 1 or is_small_integer(output))
+    if not isinstance(number, int | float) or not followed:
         return None
     return torch.full(output.shape, number, dtype=output.dtype)
 
@@ -289,7 +291,7 @@ class Known:
         if not isinstance(value, torch.Tensor):
             return None
         fact: Fact | None = self.facts.get(value)
-        if fact is None and not isinstance(value, FakeTensor) and is_small_integer(value):
+        if fact is None and not isinstance(value, FakeTensor) and is_computed(value):
             fact = Fact(values=value)
         if fact is None or fact.values is None:
             return fact

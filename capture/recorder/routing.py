@@ -34,7 +34,6 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.user_errors import loop_test, passing, user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.facts import (
-    FILLED_LIMIT,
     KNOWN_LIMIT,
     Fact,
     Known,
@@ -371,11 +370,9 @@ class Routing(Known):
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
 
     def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Compute an op on known values, and keep its results; few kinds of floats (``floats``)."""
+        """Compute an op on known values, and keep its results."""
         outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
-        name = func._schema.name.removeprefix("aten::")
-        floats = name in (*COUNTED, *KEEP) and sum(t.numel() for t in outputs) <= FILLED_LIMIT
-        if is_random(func) or not (floats or all(map(is_computed, outputs))):
+        if is_random(func) or not all(map(is_computed, outputs)):
             for tensor in outputs:
                 self._drop(tensor, overwrites(func))
             return

@@ -2,7 +2,8 @@
 
 A weight's gradient is summed over the rows that a rank computes, and then over the ranks that
 compute others: rows times these ranks are the rows of the step. Ranks that split layers, or have
-other stages of a pipeline, are not among them.
+other stages of a pipeline, are not among them. Tokens are what is looked up for layers: not the
+items that a recommender compares results with, nor the text beside larger latents.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch
 
 LOOKUP = "aten.embedding.default"
 ATTENTION = "itercast.sdpa"
+LAYERS = tuple(f"aten.{name}.default" for name in ("mm", "addmm", "_scaled_mm", "convolution"))
+PRODUCTS = (*LAYERS, "aten.bmm.default", "aten.baddbmm.default", ATTENTION)
 # Ops whose results are their operands, moved, cast, scaled or added up.
 MOVES = re.compile(
     r"aten\.(_foreach)?_?(to_copy|copy|clone|cat|stack|add|mul|div|split_with_sizes_copy"
@@ -49,7 +52,8 @@ def batch_of(program: ProgramCapture) -> Batch:
     first = max(lookups_of, key=lambda rank: sum(tokens for _, tokens in lookups_of[rank]))
     calls, lookups = program.ranks[first].calls, lookups_of[first]
     world, origins = program.world_size if program.grouped else 1, Origins(calls)
-    summed = _summed(calls, origins, {tokens for _, tokens in lookups})
+    gradients = list(_gradients(calls, origins))
+    summed = _summed(gradients, {tokens for _, tokens in lookups})
     unknown = Batch(samples=0, tokens=0, own_samples=program.samples, grouped=program.grouped)
     sequence_groups = _parts_of_sequences(calls, origins)
     token_ranks = world if not _passes_activations(calls, origins) else _size(summed)
@@ -59,10 +63,14 @@ def batch_of(program: ProgramCapture) -> Batch:
         return replace(unknown, note=note)
     # Of ``token_ranks``, which compute different tokens, so many share the same sequences:
     sequence_ranks = _size(sequence_groups)
-    rows = _rows_of(lookups, program.ranks[first].host.get("backward", 0))
+    backwards = max(1, program.ranks[first].host.get("backward", 0))
+    most = max((n for _, n in lookups), default=0) * -(-len(lookups) // backwards)
+    seen = max((_rows(call) for call, _ in gradients if call.op in LAYERS), default=0)
+    looked_up = sum(n for _, n in lookups)
+    tokens = looked_up if seen <= most else 0
+    rows = _rows_of(lookups, backwards)
     samples = rows * token_ranks / sequence_ranks
-    tokens = sum(tokens for _, tokens in lookups)
-    if program.samples and not 0 < rows < tokens <= program.samples:
+    if program.samples and not 0 < rows < looked_up <= program.samples:
         given = {c.kwargs["ranks"] for c in calls if c.kwargs.get("loaded")}
         sharing = max(world / token_ranks * sequence_ranks, _size(given))
         samples = program.samples * world / sharing
@@ -79,11 +87,25 @@ def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
 
     Only lookups by indices of shape (rows, tokens of a row) count.
     """
-    by_table = defaultdict[int, list[tuple[int, int]]](list)
+    by_table, for_layers = defaultdict[int, list[tuple[int, int]]](list), _for_layers(calls)
     for call in (calls[i] for i in launch_order(calls)):
-        if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
+        if id(call) in for_layers:
             by_table[call.args[0].storage].append((call.args[1].shape[0], call.args[1].numel))
     return max(by_table.values(), key=lambda table: sum(n for _, n in table), default=[])
+
+
+def _for_layers(calls: Sequence[OpCall]) -> set[int]:
+    """The ids of lookups in forward whose results a product with weights reads; all if none is."""
+    found_in, looked_up, read = defaultdict[int, set[int]](set), set[int](), set[int]()
+    for call in (c for c in calls if c.phase == "forward"):
+        found = set[int]().union(*(found_in[t.storage] for t in call.tensors()))
+        if call.op == LOOKUP and len(call.args[1].shape) == 2:
+            looked_up |= (found := {id(call)})
+        read |= found if call.op in LAYERS else set()
+        if found and call.op not in PRODUCTS:
+            for tensor in call.outputs or call.tensors():  # a kernel writes to its arguments
+                found_in[tensor.storage] |= found
+    return read or looked_up
 
 
 def _rows_of(lookups: Sequence[tuple[int, int]], backwards: int) -> int:
@@ -125,21 +147,24 @@ class Origins:
                 waiting += read
 
 
-def _summed(calls: Sequence[OpCall], origins: Origins, tokens: set[int]) -> Groups | None:
+def _gradients(calls: Sequence[OpCall], origins: Origins) -> Iterator[tuple[OpCall, Groups]]:
+    """Yields calls of backward that compute weights' gradients, and the groups these go through."""
+    read_later = (t.storage for c in calls if c.phase != "backward" for t in c.tensors())
+    for call, groups in origins.of(read_later):
+        if call.phase == "backward" and not call.recomputed and _rows(call):
+            yield call, groups
+
+
+def _summed(gradients: Sequence[tuple[OpCall, Groups]], tokens: set[int]) -> Groups | None:
     """The groups over which gradients are summed of weights that see all tokens of a rank.
 
     ``tokens``: counts of tokens of lookups; a weight sees all if its gradient sums as many rows.
     Where none does, of any weight; None where no gradient is found, or groups differ in size.
     """
     groups_of = dict[int, Groups]()  # by id of the call that computes a weight's gradient
-    sees_all = set[int]()
-    read_later = (t.storage for c in calls if c.phase != "backward" for t in c.tensors())
-    for call, groups in origins.of(read_later):
-        rows = _rows(call)
-        if rows and call.phase == "backward" and not call.recomputed:
-            groups_of[id(call)] = max(groups_of.get(id(call), Groups()), groups, key=_size)
-            sees_all |= {id(call)} if rows in tokens else set()
-    sure = {groups_of[call] for call in sees_all}
+    for call, groups in gradients:
+        groups_of[id(call)] = max(groups_of.get(id(call), Groups()), groups, key=_size)
+    sure = {groups_of[id(call)] for call, _ in gradients if _rows(call) in tokens}
     if sure:
         return next(iter(sure)) if len(set(map(_size, sure))) == 1 else None
     return max(groups_of.values(), key=_size, default=None)

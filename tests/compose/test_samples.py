@@ -253,6 +253,43 @@ for batch in DataLoader([torch.arange(64) % 40] * 640, batch_size=None):  # of s
 """
 
 
+COMPARED = """
+items = nn.Embedding(40, 32).cuda()
+class Ranker(Model):
+    def forward(self, ids):
+        bought, other = items(ids), items(ids.flip(0))
+        found = self.blocks[0](items(ids))
+        scores = torch.stack([(found * bought).sum(-1), (found * other).sum(-1)], -1)
+        return F.pad(scores, (0, 38))
+train(Ranker().cuda())
+"""
+CONDITIONED = """
+class Painter(Model):
+    def forward(self, ids):
+        with torch.no_grad():
+            text = self.words(ids)
+        latents = self.blocks[0](torch.randn({ROWS}, {SIZE}, 32, device="cuda"))
+        return self.head(self.blocks[1](text) + latents[:, :{LENGTH}])
+train(Painter().cuda())
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (COMPARED, ROWS * LENGTH),
+        (CONDITIONED.replace("{SIZE}", str(4 * LENGTH)), 0),
+        (CONDITIONED.replace("{SIZE}", str(LENGTH)), ROWS * LENGTH),
+    ],
+    ids=["items compared", "more latents than text", "as many"],
+)
+def test_tokens_are_looked_up_for_layers(tmp_path: Path, text: str, tokens: int) -> None:
+    """Two of three lookups are compared with results; text of 16 tokens is beside 64 latents."""
+    text = text.replace("{ROWS}", str(ROWS)).replace("{LENGTH}", str(LENGTH))
+    _, found = batch(tmp_path, text, gpus=1)
+    assert (found.samples, found.tokens) == (ROWS, tokens)
+
+
 def test_tokens_of_a_packed_row_are_not_samples(tmp_path: Path) -> None:
     """64 numbers are loaded, of which 60 are looked up as one row: a sample on each of 8 ranks."""
     _, found = batch(tmp_path, PACKED)

@@ -23,6 +23,7 @@ OURS = ("torch", "itercast")  # packages whose code finds tensors on the CPU, wh
 SHARDS = "torch.distributed._shard."  # but this, which compares with devices that programs name
 TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 PARSE_TO = torch._C._nn._parse_to
+FROM_HOST = (torch.Tensor.to, torch.tensor, torch.as_tensor)
 AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
@@ -31,8 +32,10 @@ class GpuMemory:
 
     ``stream`` returns the number of the current stream. ``beside``: whether the program ever put a
     tensor there on another stream than the first, beside its step; ``ops``: how many ops read
-    one; ``puts``: how often it put one.
+    one; ``puts``: how often it put one. ``came`` is called where one with axes comes from the host.
     """
+
+    came: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, stream: Callable[[], int] = int) -> None:
         self._keys = set[int]()
@@ -48,6 +51,12 @@ class GpuMemory:
         self.puts += 1
         self.add(tensor)
         return tensor
+
+    def copy(self, source: Any, tensor: Any) -> Any:
+        """Put a tensor there that the program made of ``source``, which may be there already."""
+        if tensor.dim() and not (isinstance(source, torch.Tensor) and self.holds(source)):
+            self.came()
+        return self.put(tensor)
 
     def add(self, tensor: Any) -> None:
         """Put the memory behind a tensor there; the parts of a distributed one too."""
@@ -115,7 +124,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         return property(device)
 
     def to_gpu(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return memory.put(tensor)
+        return memory.copy(tensor, tensor)
 
     def all_to_gpu(module: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -312,6 +321,8 @@ class OnCpu(TorchFunctionMode):
         values = (*args, *kwargs.values())
         result = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
         if isinstance(result, torch.Tensor) and any(_on_cpu(v) is not v for v in values):
+            if func in FROM_HOST:
+                return self.memory.copy(values[0], result)
             self.memory.put(result)
         return result
 

@@ -283,6 +283,21 @@ def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
     assert ops.count(unscale) == 1 and ITEM not in ops
 
 
+WORKER = """
+import torch
+class Unread:
+    def __len__(self):
+        return 1
+    def __getitem__(self, i):
+        try:
+            {}[7]
+        except KeyError as exc:
+            raise ValueError("no atoms\\nin this file") from exc
+for batch in torch.utils.data.DataLoader(Unread(), num_workers=1):
+    pass
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -300,8 +315,8 @@ def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
         ("import numpy_with_a_typo", r"ModuleNotFoundError: .* \(train.py:1: import numpy_with"),
         ("def f(:", r"SyntaxError"),
         (
-            r"raise OSError('In worker 0.\nTraceback (most recent call last):\nKeyError: 7')",
-            r"OSError: In worker 0. KeyError: 7 \(train.py:1",
+            WORKER,
+            r"Caught .* 0. ValueError: no atoms, because of KeyError: 7 \(train.py:",
         ),
     ],
 )

@@ -1,0 +1,90 @@
+"""Data that a script makes itself: its numbers are known, and making it is not timed."""
+
+from pathlib import Path
+
+import pytest
+from small_scripts import TRAINING, captured, written
+
+ATOMS = """
+import numpy, torch
+made = MADE
+class Atoms(torch.utils.data.Dataset):
+    def __init__(self):
+        self.places = [made / 2 for _ in range(64)]
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return (torch.cdist(self.places[i], self.places[i]) < 1.2).nonzero()
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for pairs in torch.utils.data.DataLoader(Atoms(), batch_size=1, num_workers=WORKERS):
+    model(torch.rand(pairs.shape[1], 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torch.tensor([[0.0], [2.0], [4.0], [9.0]])",
+        "torch.from_numpy(numpy.array([[0.0], [2.0], [4.0], [9.0]])).float()",
+        "torch.tensor([1.0, 2.0, 3.0, 5.5])[:, None] * 2",
+    ],
+)
+def test_a_data_set_has_the_numbers_that_a_script_made(
+    tmp_path: Path, workers: str, made: str
+) -> None:
+    """Halves of 0, 2, 4, 9: 8 of 16 pairs are nearer than 1.2, each with itself, 0-1 and 1-2."""
+    text = ATOMS.replace("WORKERS", workers).replace("MADE", made)
+    calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+    (product,) = (c for c in calls if c.op == "aten.addmm.default")
+    assert product.outputs[0].shape == (8, 8)
+
+
+COPIED = "model(torch.randn(4, 8).cuda())"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model(torch.tensor(rows, device='cuda'))", "torch.tensor(rows, device='cuda')"),
+        ("model(torch.tensor(rows).to('cuda'))", "torch.tensor(rows).to('cuda')"),
+        (COPIED, "torch.randn(4, 8).cuda()"),
+        ("model(torch.randn(4, 8, device='cuda').cuda())", ""),
+        ("model(torch.tensor(2.0).cuda() * resident)", ""),
+    ],
+)
+def test_a_step_says_that_no_data_loader_makes_its_input(
+    tmp_path: Path, text: str, line: str
+) -> None:
+    before = "rows = [8 * [0.0]]; resident = torch.tensor(rows).cuda()\nfor step"
+    script = TRAINING.replace("for step", before).replace(
+        'model(torch.randn(4, 8, device="cuda"))', text
+    )
+    notes = captured(written(tmp_path, script), gpus=1).notes
+    assert [note.partition(":")[0] for note in notes] == ["no DataLoader makes its input"] * bool(
+        line
+    )
+    assert all(line in note for note in notes)
+
+
+def test_batches_of_data_loaders_are_timed(tmp_path: Path) -> None:
+    batches = "for x in torch.utils.data.DataLoader(torch.zeros(64, 8), batch_size=4)"
+    script = TRAINING.replace("for step in range(10)", batches)
+    script = script.replace('torch.randn(4, 8, device="cuda")', "x.cuda()")
+    assert not captured(written(tmp_path, script), gpus=1).notes
+
+
+KERNEL = """
+kernel = torch.cuda._compile_kernel("extern", "count")
+counts, threes = torch.zeros(4, dtype=torch.int64).cuda(), torch.full((4,), 3).cuda()
+kernel((1, 1, 1), (1, 1, 1), (counts, threes))
+assert counts.sum().item() == 1 and threes.sum().item() == 12
+for step"""
+
+
+def test_a_kernel_that_nobody_knows_may_fill_zeros(tmp_path: Path) -> None:
+    """A sum that nobody knows is 1; four threes stay."""
+    (note,) = captured(written(tmp_path, TRAINING.replace("for step", KERNEL)), gpus=1).notes
+    assert note.startswith("kernels in Triton or CUDA are taken to pass over their arguments once")
