@@ -9,13 +9,14 @@ import json
 import linecache
 import math
 import os
+import re
 import runpy
 import sys
 import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -56,6 +57,9 @@ STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 NAMED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
 INSTALLED = (*NAMED, *map(real_path, NAMED))  # an environment may be reached by a link
 ON_HOST = "no work on the GPU in a step: what it computes with was not moved there"
+# Python's warnings of what decides how a step runs, in what a script wrote to stderr.
+WARNED = re.compile(r"site-packages/((?:torch|accelerate|deepspeed)/\S+?:\d+: UserWarning: .+)")
+MOST_WARNINGS = 3  # no assumption: that are shown of a script
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 
@@ -280,6 +284,7 @@ def main(order: str, result: str, temporary: str) -> int:
         line = (str(exc).splitlines() or [type(exc).__name__])[0]
         print(f"\nitercast: {line}", file=sys.__stderr__)  # a progress bar may be unfinished
         return STOPS if isinstance(exc, RefusedError) else 2
+    captured = replace(captured, notes=(*captured.notes, *_warnings(2)))  # of its stderr
     write_program(captured, Path(result), heard.lane())
     ours = (str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
     answers = asked.answers(_loaded(script), (*INSTALLED, *OURS, *ours, temporary))
@@ -291,6 +296,16 @@ def main(order: str, result: str, temporary: str) -> int:
                 stack.enter_context(gpus_that_are_not_there(asked, 1, 0, log))
             serve(trained, Path(given["serve"]))
     return 0
+
+
+def _warnings(written: int) -> list[str]:
+    """Warnings in the file that a script wrote to, each once; none of a terminal."""
+    found = list[str]()
+    with suppress(OSError):
+        text = os.pread(written, os.fstat(written).st_size, 0).decode(errors="replace")
+        found = list(dict.fromkeys(WARNED.findall(text)))
+    more = [f"{len(found) - MOST_WARNINGS} more warnings of libraries"]
+    return [*found[:MOST_WARNINGS], *more * (len(found) > MOST_WARNINGS)]
 
 
 class _Heard:

@@ -90,7 +90,7 @@ def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: 
         for sent, filled in zip(read, written, strict=True):
             _send(facts, [sent], [filled], terms)
         return
-    read_facts = [facts.get(t, _constant(t)) for t in read]
+    read_facts = [facts.get(t) for t in read]
     for tensor in written:
         facts.pop(tensor, None)
         if isinstance(tensor, FakeTensor):
@@ -108,12 +108,6 @@ def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: 
         parts = numbers.repeat(times)[: sum(sizes)].split(sizes)
         for tensor, values in zip(written, parts, strict=True):
             facts[tensor] = replace(read_facts[0], values=values.reshape(tensor.shape))
-
-
-def _constant(tensor: Tensor) -> Fact | None:
-    """The values of a fake tensor that the program made of a number; None for others."""
-    number: Tensor | None = getattr(tensor, "constant", None)
-    return None if number is None else Fact(values=number)
 
 
 def flatten_lists(values: Sequence[Argument]) -> list[Argument]:
@@ -149,15 +143,10 @@ def all_alike(share: float, mask: Tensor) -> Fact:
 def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     """The fact about a comparison with an unknown number, None for other ops.
 
-    It is guessed to be 1, as one that is read is, and to equal no unknown one; among many floats it
-    equals one, as a time step does of its schedule.
+    It is guessed to be 1, as one that is read is, and to equal no unknown one.
     """
     if name in ("eq", "ne") and not output.dim():
         return Fact(mean=float(name == "ne"), guessed=True)
-    if name == "eq" and all(isinstance(t, Tensor) and t.is_floating_point() for t in args[:2]):
-        least, most = sorted(t.numel() for t in args[:2])
-        if least == 1 < most:
-            return Fact(mean=1 / most)
     if name in ORDERS and output.numel() == 1 and isinstance(args[1], int | float):
         share = float(ORDERS[name](1, args[1]))
         return Fact(mean=share, guessed=True) if args[1] else all_alike(share, output)
@@ -327,12 +316,9 @@ class Known:
     def known_values(self, tensor: Tensor) -> Tensor | None:
         """A fake tensor's known values, or None; ops that write to the tensor change them."""
         self.numbers_read += 1
-        fact = self.fact(tensor)
-        constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
-        if fact is None or fact.values is not None:
-            return constant if fact is None else fact.values
-        if fact.mean is None or not tensor.is_floating_point():
-            return constant
+        fact = self.fact(tensor) or Fact()
+        if fact.values is not None or fact.mean is None or not tensor.is_floating_point():
+            return fact.values
         with _disable_current_modes():  # filled with one number
             return torch.full(tensor.shape, fact.mean, dtype=tensor.dtype)
 

@@ -116,7 +116,7 @@ assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA h100")
 assert subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines() == listed
 """
 SCHEDULE = """
-schedule = torch.rand(1000, device="cuda")
+schedule = torch.linspace(1, 0, 1000, device="cuda").square()
 chosen = schedule[torch.randint(0, 1000, (4,))]
 places = [(schedule == t).nonzero().item() for t in chosen]
 assert len(places) == 4 and schedule[places].shape == (4,)
