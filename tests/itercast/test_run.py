@@ -397,6 +397,18 @@ def test_a_script_that_writes_its_error_and_goes_on_to_its_end_says_it(tmp_path:
     assert said.endswith(": FileNotFoundError: no annotations\n")
 
 
+def test_what_torch_warns_a_script_of_is_a_note(tmp_path: Path) -> None:
+    """A checkpoint of what has no gradient; what the script itself warns of is its own."""
+    warned = "    import warnings; warnings.warn('mine')\n    from torch.utils import checkpoint\n"
+    warned += "    checkpoint.checkpoint(torch.sin, torch.ones(3), use_reentrant=True)\n    model("
+    (tmp_path / "train.py").write_text(TRAINING.replace("    model(", warned, 1))
+    code, out, told = run("--gpu=h100-sxm-80gb", "--json", str(tmp_path / "train.py"))
+    assert not code, told
+    (note,) = json.loads(out)["notes"]
+    assert note.startswith("torch/utils/checkpoint.py:")
+    assert "None of the inputs have requires_grad=True" in note
+
+
 def test_a_script_that_takes_too_long_says_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
