@@ -154,7 +154,7 @@ def capture_script(
             "samples": sum(taken.samples),
             "optimizer_steps": steps.optimizer_steps,
             "passes": steps.kept_passes(script.named),
-            "notes": [*steps.notes, *guesses],
+            "notes": [*steps.notes, *guesses, *steps.own_input()],
         }
 
     ranks = (0,) if finder else ()  # plans are made of no pipeline: one rank has the whole model

@@ -145,6 +145,11 @@ class Steps:
         times = Counter(map(" ".join, passes[first:] + passes[:first]))
         return tuple(f"{n} x {text}" if n > 1 else text for text, n in times.items())
 
+    def own_input(self) -> list[str]:
+        """A note where the kept iteration copies tensors to the GPU, and no DataLoader made any."""
+        fed = [lines for step in self.kept for lines in step.fed] if not self.taken.loader else []
+        return [f"{NOT_LOADED}{self.quoted(lines)}" for lines in fed[-1:]]
+
     def trains_later(self) -> bool:
         """Whether a step of an optimizer comes before the iteration that is kept."""
         if KINDS[self.kind] == "optimizer":
@@ -357,8 +362,6 @@ class Steps:
         """Let the log and the batches be those of the iteration that was kept."""
         if KINDS[self.kind] == "optimizer":
             self.notes += self._left_out()
-        if self.taken.loader is None and (fed := [lines for x in self.kept for lines in x.fed]):
-            self.notes.append(f"{NOT_LOADED}{self.quoted(fed[-1])}")
         log, host = self.log, Counter[str]()
         log.calls, log.networks = [], []
         for step in self.kept:
