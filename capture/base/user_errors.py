@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 import traceback
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 OUR_CODE = Path(__file__).parents[2]  # the package itercast
+QUOTED = re.compile(r"(?m)^  .*\n(\S.*)")  # first lines of errors in tracebacks
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE))
 
 
@@ -58,11 +59,10 @@ def first_line(exc: BaseException) -> str:
 
     Where it quotes the traceback of a worker's process, the first lines of its errors follow.
     """
-    first, *others = str(exc).strip().splitlines() or [""]
-    quotes = any("Traceback (most recent" in line for line in others)
-    below = (line for place, line in pairwise(others) if quotes and place.startswith("  "))
-    errors = [line for line in below if line and not line.startswith(" ")]
-    line = " ".join((f"{type(exc).__name__}: {first}", ", because of ".join(errors[::-1]))).strip()
+    text = str(exc).strip()
+    errors = QUOTED.findall(text) if "Traceback (most recent" in text else []
+    line = f"{type(exc).__name__}: {(text.splitlines() or [''])[0]}"
+    line = " ".join(filter(None, (line, ", because of ".join(errors[::-1]))))
     cause = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
     if cause is None or str(cause) in line:
         return line

@@ -59,7 +59,6 @@ INSTALLED = (*NAMED, *map(real_path, NAMED))  # an environment may be reached by
 ON_HOST = "no work on the GPU in a step: what it computes with was not moved there"
 # Python's warnings of what decides how a step runs, in what a script wrote to stderr.
 WARNED = re.compile(r"site-packages/((?:torch|accelerate|deepspeed)/\S+?:\d+: UserWarning: .+)")
-MOST_WARNINGS = 3  # no assumption: that are shown of a script
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 
@@ -298,14 +297,12 @@ def main(order: str, result: str, temporary: str) -> int:
     return 0
 
 
-def _warnings(written: int) -> list[str]:
+def _warnings(written: int) -> dict[str, None]:
     """Warnings in the file that a script wrote to, each once; none of a terminal."""
-    found = list[str]()
     with suppress(OSError):
         text = os.pread(written, os.fstat(written).st_size, 0).decode(errors="replace")
-        found = list(dict.fromkeys(WARNED.findall(text)))
-    more = [f"{len(found) - MOST_WARNINGS} more warnings of libraries"]
-    return [*found[:MOST_WARNINGS], *more * (len(found) > MOST_WARNINGS)]
+        return dict.fromkeys(WARNED.findall(text))
+    return {}
 
 
 class _Heard:

@@ -35,11 +35,10 @@ class GpuMemory:
     one; ``puts``: how often it put one. ``came`` is called where one with axes comes from the host.
     """
 
-    came: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(self, stream: Callable[[], int] = int) -> None:
         self._keys = set[int]()
         self._stream, self.beside, self.ops, self.puts = stream, False, 0, 0
+        self.came: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
         """Whether anything is there."""
