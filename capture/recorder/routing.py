@@ -233,6 +233,9 @@ class Routing(Known):
             self._note_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
             self.facts[args[0]] = Fact()  # overwritten by unknown values
+        elif args and isinstance(args[0], list) and overwrites(func):
+            for tensor in args[0]:
+                self._drop(tensor, overwritten=True)
         elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
             self._note_derived(name, args, kwargs, output, known)
             if known is not None and known.guessed:

@@ -88,3 +88,17 @@ def test_a_kernel_that_nobody_knows_may_fill_zeros(tmp_path: Path) -> None:
     """A sum that nobody knows is 1; four threes stay."""
     (note,) = captured(written(tmp_path, TRAINING.replace("for step", KERNEL)), gpus=1).notes
     assert note.startswith("kernels in Triton or CUDA are taken to pass over their arguments once")
+
+
+LISTS = """
+known, more = torch.tensor([2.0, 3.0]).cuda(), torch.tensor([1.0, 1.0]).cuda()
+torch._foreach_add_([known], [more])
+assert known.sum().item() == 7
+torch._foreach_add_([known], [torch.randn(2, device="cuda")])
+assert known.sum().item() == 1
+for step"""
+
+
+def test_lists_that_unknown_numbers_are_added_to_are_unknown(tmp_path: Path) -> None:
+    """2 + 3 + 1 + 1, then a sum that nobody knows, which is 1."""
+    assert captured(written(tmp_path, TRAINING.replace("for step", LISTS)), gpus=1).ranks
