@@ -14,6 +14,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -280,7 +281,8 @@ class Known:
         if not isinstance(value, torch.Tensor):
             return None
         fact: Fact | None = self.facts.get(value)
-        if fact is None and not isinstance(value, FakeTensor) and is_computed(value):
+        is_real = not (isinstance(value, FakeTensor) or is_functorch_wrapped_tensor(value))
+        if fact is None and is_real and is_computed(value):
             fact = Fact(values=value)
         if fact is None or fact.values is None:
             return fact
