@@ -147,7 +147,7 @@ class Steps:
 
     def own_input(self) -> list[str]:
         """A note where the kept iteration copies tensors to the GPU, and no DataLoader made any."""
-        fed = [lines for step in self.kept for lines in step.fed] if not self.taken.loader else []
+        fed = [x for step in self.kept for x in step.fed if self.taken.loader is None]
         return [f"{NOT_LOADED}{self.quoted(lines)}" for lines in fed[-1:]]
 
     def trains_later(self) -> bool:

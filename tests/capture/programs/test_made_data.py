@@ -69,8 +69,16 @@ def test_a_step_says_that_no_data_loader_makes_its_input(
     assert all(line in note for note in notes)
 
 
-def test_batches_of_data_loaders_are_timed(tmp_path: Path) -> None:
-    batches = "for x in torch.utils.data.DataLoader(torch.zeros(64, 8), batch_size=4)"
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.zeros(64, 8))
+"""
+
+
+@pytest.mark.parametrize("data", ["torch.zeros(64, 8)", "Stream()"])
+def test_batches_of_data_loaders_are_timed(tmp_path: Path, data: str) -> None:
+    batches = f"{STREAM}for x in torch.utils.data.DataLoader({data}, batch_size=4)"
     script = TRAINING.replace("for step in range(10)", batches)
     script = script.replace('torch.randn(4, 8, device="cuda")', "x.cuda()")
     assert not captured(written(tmp_path, script), gpus=1).notes
