@@ -45,7 +45,8 @@ class Launched:
     """What a pass launches in forward or backward; ``results``: forms of the tensors it returns.
 
     ``numbers``: of the results' storages. ``most_bytes``, ``kept_bytes``: memory that it takes
-    meanwhile, and still at its end. ``forward``: of a backward, what its forward launched.
+    meanwhile, and still at its end. ``gpu_ops``: how many ops read a tensor on the GPU.
+    ``forward``: of a backward, what its forward launched.
     """
 
     calls: list[OpCall | ReachedGradient]
@@ -54,6 +55,7 @@ class Launched:
     numbers: list[int]
     most_bytes: int = field(compare=False)
     kept_bytes: int = field(compare=False)
+    gpu_ops: int = field(compare=False)
     forward: Launched | None = None
 
     def can_repeat(self) -> bool:
@@ -174,6 +176,7 @@ class Measured:
         self.log, self.calls, self.start = log, log.calls, len(log.calls)
         self.host, self.others = Counter(log.host), Counter[str]()
         self.live_bytes = self.highest_bytes = log.live_bytes
+        self.gpu_ops = log.gpu_memory.ops
         log.measuring.append(self)
 
     def launched(
@@ -189,6 +192,7 @@ class Measured:
             numbers=numbers,
             most_bytes=self.highest_bytes - self.live_bytes,
             kept_bytes=log.live_bytes - self.live_bytes,
+            gpu_ops=log.gpu_memory.ops - self.gpu_ops,
             forward=forward,
         )
 
@@ -297,6 +301,7 @@ class Repetition:
                 self.log.calls.append(self.numbers.call(call))
             elif gradients is not None:
                 gradients[call.at] = self._reached(call)
+        self.log.gpu_memory.ops += launched.gpu_ops
         for event, times in launched.host.items():
             self.log.host[event] = self.log.host.get(event, 0) + times
 

@@ -39,7 +39,7 @@ def run_remembered(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
         return func(*args, **kwargs)
     if key not in results:
         output = func(*args, **kwargs)
-        results[key] = _of_results(output, args, key)
+        results[key] = _of_results(output, args, kwargs, key)
         return output
     forms = results[key]
     if not forms:
@@ -72,7 +72,7 @@ def _form(value: Argument) -> Any:
     raise UntoldError
 
 
-def _of_results(output: Any, args: Args, key: Any) -> Any:
+def _of_results(output: Any, args: Args, kwargs: Kwargs, key: Any) -> Any:
     """What to remember of results: their container and forms; nothing where they share memory."""
     if args and output is args[0]:
         return FIRST if _form(args) == key[2] else ()
@@ -84,7 +84,7 @@ def _of_results(output: Any, args: Args, key: Any) -> Any:
         return ()
     given, made = (
         [t.untyped_storage()._cdata for t in tree_leaves(ts) if isinstance(t, Tensor)]
-        for ts in (args, tensors)
+        for ts in ((args, kwargs), tensors)  # one of kwargs is ``out``
     )
     new = {*given}.isdisjoint(made) and len({*made}) == len(forms) - forms.count(None)
     return (Tensor if single else type(output), *forms) if new else ()
