@@ -42,9 +42,8 @@ evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
 
 OTHERS = $(shell $(PY) -c "from itercast.capture.cases.registry import cases_of; print(*(f'--case {c.name}' for c in cases_of('others')))")
-others: setup ## after a demo: 30 models that it does not measure, 20 of them of transformers, forecast and measured on this CPU, then with their ops measured
+others: setup ## after a demo: 30 models that it does not measure, 20 of them of transformers, forecast and measured on this CPU
 	$(CLI) evaluate $(OTHERS) --out reports/others
-	$(PY) -m itercast.extras.benchmarks.own_ops
 
 bench-public: setup ## errors on other people's measurements beside baselines (PUBLIC=folder)
 	$(CLI) bench-public $(PUBLIC)

@@ -163,10 +163,6 @@ Anchor = Annotated[
 Input = Annotated[Path | None, typer.Option(help="its DataLoader, of `itercast input --out`")]
 Prices = Annotated[Path | None, typer.Option(help="YAML file of GPUs and USD per hour of one")]
 Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
-Points = Annotated[
-    Path | None,
-    file_to_write("ops that the step calls, for `itercast collect --points` to measure (JSON)"),
-]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
     list[str] | None,

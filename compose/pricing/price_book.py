@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -31,7 +30,6 @@ from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import stack_of_row
-from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Part
 from itercast.microbench.ops.matrix.recurrent import ONE_DNN
 from itercast.microbench.ops.memory.elementwise import memory_copy
@@ -135,22 +133,6 @@ class PriceBook:
     def prices(self) -> Prices:
         """Price rows, warm and cold cache, by family and parameters, for these threads."""
         return self.by_threads[self.threads]
-
-    def asked(self) -> dict[str, list[Any]]:
-        """Parameters of all ops that models were asked for, by family, longest first; no messages.
-
-        A file of them (``captured_points.write_points``) is what `itercast collect` measures.
-        """
-        us = defaultdict[str, dict[Any, float]](dict)  # of a call, with any number of threads
-        for prices in self.by_threads.values():
-            for name, of_family in prices.items():
-                us[name] |= {p: warm["predicted_us"] for p, (warm, _) in of_family.items()}
-        alone = {name: us[name] for name in us if families()[name].ranks == 1}
-        return {
-            name: sorted(of_family, key=lambda p: -of_family[p])
-            for name, of_family in alone.items()
-            if of_family
-        }
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
         """Returns a family's price rows, warm and cold; prices those still missing."""

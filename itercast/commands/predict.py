@@ -12,7 +12,7 @@ import typer
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.eval.tables import print_tables, three_digits
-from itercast.options import Cluster, Json, Points, Prices, Question, Trace, asks, prints_aside
+from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
 from itercast.outputs import file_to_write
 from itercast.stated import assumes, question_facts, say_step
 
@@ -44,7 +44,6 @@ def predict(
     strict: Annotated[bool, typer.Option(help="exit code 1 if an op has no learned model")] = False,
     trace: Trace = None,
     policy: Policy = None,
-    points: Points = None,
     prices: Prices = None,
     spread: Annotated[
         bool, typer.Option("--spread", help="the step's distribution: its ranks are noisy")
@@ -54,14 +53,14 @@ def predict(
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a model of your own."""
     if cluster is not None:
-        others = (strict, trace, question.input, policy, points, spread)
+        others = (strict, trace, question.input, policy, spread)
         forecast, facts = _on_cluster(question, cluster, alone=not any(others))
         facts |= _price(forecast, prices)
         facts["assumes"] = assumes([forecast])
         _print(question.name, forecast, facts, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
-    from itercast.commands.shared import write_asked, write_trace
+    from itercast.commands.shared import write_trace
     from itercast.compose.target import forecast_step
 
     forecast = forecast_step(step, target)
@@ -71,8 +70,6 @@ def predict(
         write_trace(trace, "step", step, target)
     if policy is not None:
         function_of("checkpoints", "write")(policy, step, target)
-    if points is not None:
-        write_asked(points, target)
     noisy = function_of("spreads", "step")(forecast, target) if spread else None
     facts = question_facts(question, step, target, forecast) | _machine_facts(step, target)
     facts |= _price(forecast, prices)
@@ -107,7 +104,7 @@ def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Fore
     excluded = asked["gpu"] != "cpu" or asked["lengths"] or asked["packed"] or asked["machine"]
     if excluded or not alone:
         options = "--gpu, --lengths, --packed, --machine, --anchor, --strict, --trace, --input, "
-        options += "--policy, --points or --spread"
+        options += "--policy or --spread"
         raise ValueError(f"--cluster goes without {options}")
     with prints_aside():
         answer: tuple[Forecast, Row] = function_of("unlike_gpus", "predict")(question, cluster)

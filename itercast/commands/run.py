@@ -28,7 +28,6 @@ from itercast.options import (
     Json,
     Machine,
     NodeName,
-    Points,
     Question,
     Stack,
     Trace,
@@ -82,7 +81,6 @@ def run(
     machine: Machine = None,
     anchor: Anchor = None,
     trace: Trace = None,
-    points: Points = None,
     explain_assumptions: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -93,7 +91,6 @@ def run(
     code is 1 where some of them cannot be forecast, 2 where none.
     """
     from itercast.anchors import known_machine
-    from itercast.commands.shared import write_asked
     from itercast.compose.programs.scripts import ScriptOrder, module_file
     from itercast.compose.target import find_target
 
@@ -105,9 +102,8 @@ def run(
 
     place, of_machine = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
-    alone = {"plan": plan, "trace": trace, "points": points}
-    if len(pairs) > 1 and (given := [name for name, value in alone.items() if value]):
-        raise ValueError(f"{given[0]}: of one GPU and one number of GPUs")
+    if (trace is not None or plan) and len(pairs) > 1:
+        raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
     order_facts: Row = {"path": script, "module": module_name, "arguments": arguments or []}
     order_facts |= {"steps": steps, "limit_s": limit, "anew": no_cache}
     orders = list[ScriptOrder]()
@@ -126,8 +122,6 @@ def run(
         forecasts = [row.forecast for row in rows if not isinstance(row, str)]
     for forecast in forecasts if explain_assumptions and not as_json else ():
         function_of("assumed_parts", "print")(forecast)
-    if points is not None:
-        write_asked(points, orders[0].target)
     leave_if_failed(len(pairs) - len(forecasts), len(pairs))
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from itercast.compose.forecast import Forecast
-    from itercast.compose.target import Target
     from itercast.eval.results import CaseResult
     from itercast.microbench.store import Facts, Row
 
@@ -223,18 +222,6 @@ def write_trace(path: Path, what: str, *forecast: object) -> None:
     trace = function_of("traces", what)(*forecast)
     text = json.dumps(trace.to_json(), separators=(",", ":")).encode()
     write_atomic(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-
-
-def write_asked(path: Path, target: Target) -> None:
-    """Write the ops of the forecasts on a target as a file of points, and say how to go on."""
-    from itercast.microbench.sweep.captured_points import write_points
-
-    asked = target.book.asked()
-    write_points(path, asked)
-    device = "cpu" if target.gpu.kind == "cpu" else "cuda"
-    collect = f"itercast collect --device {device} --points {path} --out ROOT"
-    ops = f"{sum(map(len, asked.values()))} ops in {path}"
-    typer.echo(f"{ops}: {collect}; itercast calibrate ROOT --out BUNDLE", err=True)
 
 
 def report_table(report: Row) -> Table:

@@ -35,13 +35,11 @@ def run(*words: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_a_script_on_64_gpus_its_trace_and_its_ops(own_cache: Path, tmp_path: Path) -> None:
-    trace, ops = tmp_path / "trace.json", tmp_path / "ops.json"
+def test_a_script_on_64_gpus_and_its_trace(own_cache: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
     asked = ("--gpu=h100-sxm-80gb", "--gpus=64", "--node=dgx-h100", "--json", f"--trace={trace}")
-    code, out, told = run(*asked, f"--points={ops}", str(EXAMPLE), *SMALL)
+    code, out, _ = run(*asked, str(EXAMPLE), *SMALL)
     found = json.loads(out)
-    assert f"itercast collect --device cuda --points {ops} --out ROOT" in told
-    assert json.loads(ops.read_text()).keys() >= {"gemm", "attention", "norm"}
     assert code == 0 and found["case"] == "train_gpt.py" and found["world_size"] == 64
     assert found["command"].endswith(f"--steps 3 --limit 600 {EXAMPLE} {' '.join(SMALL)}")
     assert found["question"]["batch"] == 8 and found["sent_bytes"]["all_reduce"] > 0
