@@ -205,7 +205,6 @@ def family_facts(name: str, model: FamilyModel) -> Row:
         "vocabulary": model.encoder.vocabulary,
         "offsets": model.offsets,
         "share": model.ensemble.share,
-        "log_mean": model.ensemble.log_mean,
         "trees": tree_names(name, model.ensemble.trees),
         "unseen_offsets": model.unseen_offsets,
         "stacks": model.stacks,
@@ -296,9 +295,8 @@ def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> T
 def load_ensemble(folder: Path, name: str, facts: Facts, columns: int) -> Ensemble:
     """Read an ensemble of ``columns`` features; without a .npz file it is trees alone."""
     trees, path = load_trees(folder, name, facts["trees"], columns), folder / f"{name}.npz"
-    log_mean = float(facts.get("log_mean", 0.0))  # bundles of before forecast medians
     if trees is not None and not path.is_file():
-        return Ensemble(trees=trees, log_mean=log_mean)
+        return Ensemble(trees=trees)
     kind, arrays = "", dict[str, np.ndarray]()
     with np.load(path, allow_pickle=False) as file:
         for name in file:
@@ -306,8 +304,7 @@ def load_ensemble(folder: Path, name: str, facts: Facts, columns: int) -> Ensemb
             arrays[array] = file[name]
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
     makers = {"network": Network.from_arrays, "process": GaussianProcess.from_arrays}
-    smooth = makers[kind](arrays)
-    return Ensemble(trees=trees, share=float(facts["share"]), smooth=smooth, log_mean=log_mean)
+    return Ensemble(trees=trees, share=float(facts["share"]), smooth=makers[kind](arrays))
 
 
 def _pair(two: Sequence[float]) -> tuple[float, float]:

@@ -167,11 +167,6 @@ class FamilyModel:
         p10_offset, p90_offset = self.offsets
         return (p90_offset - p10_offset) / 2
 
-    @property
-    def forecasts_means(self) -> bool:
-        """Whether forecasts are means of times; else they are medians."""
-        return bool(self.ensemble.log_mean)
-
     def covers_kind(self, gpu: Gpu) -> bool:
         """Whether the rows are of devices of this kind: a CPU's times say nothing of a GPU's."""
         kinds = {source.kind for source in self.source_gpus.gpus.values()}

@@ -19,19 +19,16 @@ UNSEEN_TRAINING_ROWS, UNSEEN_TEST_ROWS = 20_000, 5_000  # at most, per fold of G
 FOLDS = 3
 
 
-def unseen_offsets(
-    prepared: Prepared, options: Options, seen: Offsets, log_mean: float = 0.0
-) -> Offsets:
+def unseen_offsets(prepared: Prepared, options: Options, seen: Offsets) -> Offsets:
     """10 and 90 % quantiles of the log error on GPUs left out, a third of them at a time.
 
     At least as wide as ``seen``; SINGLE_GPU_WIDENING times that where fewer than MIN_GPUS were
-    measured. CPUs among GPUs do not count. ``log_mean``: see ``Ensemble``, whose forecasts they
-    are of.
+    measured. CPUs among GPUs do not count.
     """
     if len(left_out := names_of_gpus(prepared)) < MIN_GPUS:
         return SINGLE_GPU_WIDENING * seen[0], SINGLE_GPU_WIDENING * seen[1]
     errors = errors_on_unseen(prepared, options, [left_out[i::FOLDS] for i in range(FOLDS)])
-    low, high = np.quantile(errors["error"] - log_mean, [0.1, 0.9])
+    low, high = np.quantile(errors["error"], [0.1, 0.9])
     return min(seen[0], float(low)), max(seen[1], float(high))
 
 

@@ -157,10 +157,9 @@ def _of_all_rows(learned: Learned, trained: np.ndarray, options: trees.Options) 
     prepared = learned.prepared
     all_rows = np.arange(len(prepared.kind))
     residual = np.log(prepared.table.time_us / learned.predict_us(all_rows))
-    residual += learned.crossed.log_mean
     residual[trained] = learned.crossed.residual
     crossed = replace(learned.crossed, residual=residual)
-    unseen = unseen_offsets(prepared, options, crossed.offsets, crossed.log_mean)
+    unseen = unseen_offsets(prepared, options, crossed.offsets)
     return fit_model(prepared, options, crossed, unseen)
 
 

@@ -183,19 +183,15 @@ class PriceBook:
     def expected(self, family: str, rows: pd.DataFrame) -> list[dict[str, Any]]:
         """Returns price rows with means in place of medians: only means add up to a sum's mean.
 
-        Models of one machine's ops forecast means already (``CrossFit.log_mean``). Of others times
-        are taken as log-normal: mean = median * exp(s**2 / 2), s the standard deviation of its log.
-        Outside the training range, as on an unseen GPU, all ops err in the same direction rather
-        than independently, and medians stay.
+        Of a log-normal time: mean = median * exp(s**2 / 2), s the standard deviation of its log
+        (Duan's smearing, doi:10.2307/2288126). Outside the training range, as on an unseen GPU, all
+        ops err in the same direction rather than independently, and medians stay.
         """
         priced = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
         table = {str(name): column.to_numpy() for name, column in priced.items()}
-        model = self.models.get(family)
-        if model is None or not model.forecasts_means:
-            deciles = (table[f"predicted_us_{q}"] for q in ("p10", "p90"))
-            low, high = (np.log(np.maximum(us, 1e-9)) for us in deciles)
-            log_deviation = (high - low) / DECILES_APART * table["in_envelope"]
-            table["predicted_us"] = table["predicted_us"] * np.exp(log_deviation**2 / 2)
+        low, high = (np.log(np.maximum(table[f"predicted_us_{q}"], 1e-9)) for q in ("p10", "p90"))
+        log_deviation = (high - low) / DECILES_APART * table["in_envelope"]
+        table["predicted_us"] = table["predicted_us"] * np.exp(log_deviation**2 / 2)
         values = zip(*(column.tolist() for column in table.values()), strict=True)
         return [dict(zip(table, row, strict=True)) for row in values]
 

@@ -21,7 +21,6 @@ from itercast.learners.models.gaussian_process import (
 from itercast.learners.models.mlp import Network, fit_network
 from itercast.learners.models.training_table import Array, Table
 from itercast.learners.models.trees import Options, Rounds, Trees
-from itercast.microbench.timing.clock import usual_mean
 
 FOLDS = 5
 SEVERAL_GPUS_FOLDS = 3  # tables of several GPUs have more rows
@@ -35,10 +34,8 @@ Smooth = Network | GaussianProcess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ensemble:
-    """Weighted mean of two models: log ratio = share * smooth + (1 - share) * trees + log_mean.
+    """Weighted mean of two models: log ratio = share * smooth + (1 - share) * trees.
 
-    Models of log times forecast medians; ``log_mean`` makes means of them, which add up to the time
-    of a step (``CrossFit.log_mean``).
     ``smooth`` is a Gaussian process where the rows are few and all of one GPU, otherwise networks.
     Where the family specifies the covariance of the process, it says what an unseen GPU has in
     common with the others: the process then works alone (share 1, no trees).
@@ -47,7 +44,6 @@ class Ensemble:
     trees: Trees | None
     share: float = 0.0
     smooth: Smooth | None = None
-    log_mean: float = 0.0
 
     def predict(self, x: Array, roofline_us: Array) -> Array:
         """Predict times in us from encoded features."""
@@ -56,7 +52,7 @@ class Ensemble:
             log_ratio = self.trees.log_ratio(x)
         if self.smooth is not None:
             log_ratio += self.share * (self.smooth.predict(x) - log_ratio)
-        return np.asarray(roofline_us * np.exp(log_ratio + self.log_mean))
+        return np.asarray(roofline_us * np.exp(log_ratio))
 
 
 class EnsembleInFiles(Ensemble):
@@ -123,31 +119,19 @@ def process_settings(table: Table) -> ProcessSettings | None:
 class CrossFit:
     """What cross-validation found: boosting rounds, weight of the smooth model, residuals.
 
-    ``residual`` is log(measured / predicted median) of each row out of fold. ``rounds`` is None
-    where there are no trees, ``process`` where there is no Gaussian process. ``one_machine``: the
-    rows are of one GPU or CPU.
+    ``residual`` is log(measured / predicted) of each row out of fold. ``rounds`` is None where
+    there are no trees, ``process`` where there is no Gaussian process.
     """
 
     rounds: Rounds | None
     share: float
     residual: Array
     process: ProcessSettings | None
-    one_machine: bool
-
-    @property
-    def log_mean(self) -> float:
-        """Log of the mean of measured / predicted median (``clock.usual_mean``); 0 of several GPUs.
-
-        Smearing estimate of Duan, Journal of the American Statistical Association 78 (1983). How
-        far steps are longer than the sum of medians on a GPU that others tell of is part of how
-        machines differ (``itercast.compose.machines``).
-        """
-        return float(np.log(usual_mean(np.exp(self.residual).tolist()))) * self.one_machine
 
     @property
     def offsets(self) -> tuple[float, float]:
-        """10 and 90 % quantiles of log(measured / predicted mean)."""
-        low, high = np.quantile(self.residual - self.log_mean, [0.1, 0.9])
+        """10 and 90 % quantiles of the log error."""
+        low, high = np.quantile(self.residual, [0.1, 0.9])
         return float(low), float(high)
 
 
@@ -199,7 +183,6 @@ def cross_fit(train: Table, options: Options) -> CrossFit:
         share=shares[best_share],
         process=settings,
         residual=train.log_ratio - blends[best_share],
-        one_machine=not train.origin,
     )
 
 
@@ -213,7 +196,6 @@ def refit(table: Table, options: Options, crossed: CrossFit) -> Ensemble:
         trees=boosted.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
         share=crossed.share,
         smooth=fit_smooth(table, MEMBERS, settings) if crossed.share else None,
-        log_mean=crossed.log_mean,
     )
 
 

@@ -81,36 +81,6 @@ def test_a_kind_held_out_while_learning_counts_in_the_end() -> None:
     assert found == pytest.approx(table.time_us[54:], rel=0.1)
 
 
-def test_forecasts_of_one_machine_add_up_to_what_its_rows_add_up_to() -> None:
-    """Times of equal ops are 10 and 40 us by turns: their log mean is 20 us, their mean 25.
-
-    On several GPUs forecasts stay at 20 us: what steps take beyond is part of how machines differ.
-    """
-    rng = np.random.default_rng(0)
-    time_us = np.tile([10.0, 40.0], 100)
-    size = rng.permutation(200) / 200.0
-    of_one = Table(
-        x=np.c_[size, np.arange(200) % 2 == rng.integers(0, 2, 200)].astype(np.float32),
-        roofline_us=np.ones(200),
-        time_us=time_us,
-        group=np.arange(200).astype(str),
-    )
-    options = default_options(of_one)
-    crossed = replace(cross_fit(of_one, options), residual=np.log(time_us / 20), share=1.0)
-    ensemble = refit(of_one, options, crossed)
-    assert crossed.log_mean == pytest.approx(np.log(25 / 20))
-    assert ensemble.log_mean == crossed.log_mean
-    smooth = ensemble.smooth
-    assert smooth is not None
-    assert ensemble.predict(of_one.x, of_one.roofline_us) == pytest.approx(
-        25 / 20 * np.exp(smooth.predict(of_one.x))
-    )
-    low, high = crossed.offsets
-    assert (np.exp(low), np.exp(high)) == pytest.approx((10 / 25, 40 / 25))
-    assert replace(crossed, one_machine=False).log_mean == 0.0
-    assert cross_fit(replace(of_one, origin=(1,)), options).one_machine is False
-
-
 def curve(gpu: str, op: str, latency_us: float, busbw_bytes_per_s: float) -> pd.DataFrame:
     """Two ranks, 512 B to 512 MiB: a latency and a bandwidth."""
     size = 2.0 ** np.arange(9, 30)
