@@ -50,3 +50,19 @@ def test_lists_of_other_shapes_are_torchs_error() -> None:
         some, others = [torch.empty(3)], [torch.empty(4)]
         with pytest.raises(RuntimeError, match="broadcast"):
             run_quickly(ADD, (some, others), {})
+
+
+def test_remembered_results_lie_where_torch_puts_them() -> None:
+    """In memory of their own, in the first argument or in ``out``: the second time as the first."""
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        for _ in range(2):
+            x, y, out = (torch.empty(3, 5) for _ in range(3))
+            assert run_quickly(aten.mul.out, (x, y), {"out": out}) is out
+            assert run_quickly(aten.mul_.Tensor, (x, y), {}) is x
+            new = run_quickly(aten.mul.Tensor, (x, y), {})
+            assert (new.shape, new.stride(), new.dtype) == ((3, 5), (5, 1), torch.float32)
+            assert new.untyped_storage()._cdata not in {t.untyped_storage()._cdata for t in (x, y)}
+            part = run_quickly(aten.select.int, (x, 0, 1), {})
+            assert part.untyped_storage()._cdata == x.untyped_storage()._cdata
+            assert (part.shape, part.storage_offset()) == ((5,), 5)
