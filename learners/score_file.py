@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from itercast.microbench.ops import families
+from itercast.microbench.store import read_rows
 
 
 def read_file(path: Path) -> pd.DataFrame:
@@ -29,19 +30,23 @@ def read_file(path: Path) -> pd.DataFrame:
 
 
 def read_few(paths: Sequence[Path]) -> pd.DataFrame:
-    """Read rows in dataset form from Parquet files, and from all of ops in dataset roots.
+    """Read rows of ops from Parquet files in dataset form, and from dataset roots.
 
-    ValueError names a file that is not such a file, and a folder without any.
+    ValueError names a file that is no such file, and a folder without rows.
     """
-    of_root = {path: sorted(path.glob("*/*/*/*.parquet")) for path in paths if path.is_dir()}
-    if empty := [path for path, files in of_root.items() if not files]:
-        raise ValueError(f"rows {str(empty[0])!r}: no rows of a dataset root in this folder")
-    files = [file for path in paths for file in of_root.get(path, [path])]
-    parts = {path: read_file(path) for path in files}
+    parts = {path: _of_root(path) if path.is_dir() else read_file(path) for path in paths}
     for path, part in parts.items():
         if "time_us" not in part:
             raise ValueError(f"rows {str(path)!r}: the column 'time_us' is missing")
     return pd.concat(parts.values(), ignore_index=True)
+
+
+def _of_root(root: Path) -> pd.DataFrame:
+    """The rows of all op families under a dataset root."""
+    tables = [rows for name in families() if len(rows := read_rows([root], name))]
+    if not tables:
+        raise ValueError(f"rows {str(root)!r}: no rows of a dataset root in this folder")
+    return pd.concat(tables, ignore_index=True)
 
 
 def check_parameters(name: str, rows: pd.DataFrame) -> None:

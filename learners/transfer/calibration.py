@@ -73,9 +73,8 @@ class Calibration:
         weights = cross @ inverse
         prior = SHIFT**2 + KIND**2 + SIZES**2 + DURATION**2
         posterior = prior - (weights * cross).sum(1)
-        return weights @ self.value, np.sqrt(np.clip(posterior / prior, 0.0, 1.0)).clip(
-            MIN_INTERVAL_SHARE
-        )
+        width = np.sqrt(np.clip(posterior / prior, 0.0, 1.0)).clip(MIN_INTERVAL_SHARE)
+        return weights @ self.value, width
 
 
 def covariance(

@@ -13,6 +13,7 @@ import torch
 
 from itercast.microbench.hardware.machine import slow_dtypes
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import Elementwise
@@ -124,13 +125,24 @@ def test_what_is_no_file_of_points_is_named(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_random_models_of_all_kinds_can_be_made(device: str) -> None:
-    """Twice each kind; no memory is taken for their parameters."""
-    rng = np.random.default_rng(3)
-    for number in range(2 * len(ORDER)):
+    """Four times each kind; no memory is taken for their parameters. Some have dropout."""
+    rng, with_dropout = np.random.default_rng(3), set[bool]()
+    for number in range(4 * len(ORDER)):
         model = random_model(rng, number, device)
         with torch.device("meta"):
-            assert list(model.build().parameters())
+            built = model.build()
+            assert list(built.parameters())
             assert model.inputs(model.batch, model.seq)
+        if ORDER[number % len(ORDER)] == "transformer":
+            with_dropout.add(any(isinstance(m, torch.nn.Dropout) for m in built.modules()))
+    assert with_dropout == {False, True}
+
+
+def test_depthwise_convolutions_in_one_dimension_are_swept() -> None:
+    """One of 16 points, as in Mamba; each channel is a group."""
+    points = list(islice(families()["conv"].sweep(), 200))
+    found = [p for p in points if p.h == p.kernel_h == 1 < p.groups]
+    assert 4 <= len(found) <= 24 and all(p.groups == p.in_channels for p in found)
 
 
 def test_long_products_in_16_bits_are_left_out_of_slow_cpus() -> None:
