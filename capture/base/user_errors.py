@@ -39,8 +39,9 @@ def _of_python(file: str) -> bool:
 
 
 def user_line() -> tuple[str, int, int]:
-    """The innermost file and line that runs now and is neither ours nor torch's; its instruction,
-    which is a later one for each part of a condition.
+    """File, line and instruction that run now: the innermost that are neither ours nor torch's.
+
+    The parts of a condition are on one line, each at a later instruction.
     """
     for frame, line in traceback.walk_stack(None):
         if not frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
