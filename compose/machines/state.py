@@ -9,9 +9,11 @@ with t0 the forecast on a typical machine and J, the anchor's sensitivity, the d
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. Jointly they have a multivariate t
 distribution with ``FREEDOM`` degrees: machines differ in how far all of this is spread. So anchors
-tell of factors as under a normal distribution, and of the spread, by how far they are from what was
-expected: deviations after n anchors are sqrt((FREEDOM + d) / (FREEDOM + n)) times as large, d the
-sum of squares of their standardised deviations. None is larger than without anchors.
+tell of factors as under a normal distribution, and one of them of the spread: after an anchor that
+is z standard deviations off its forecast on a typical machine, deviations are
+sqrt((FREEDOM + z**2) / (FREEDOM + 1)) times as large, but none is larger than without anchors. Of
+several the nearest counts: that another one joins lowers both the normal distribution's variances
+and the least z, so no interval gets wider, in whichever order they are told.
 
 ``share`` is 1 for a whole step. A step that was measured in parts (messages that compute waits for,
 the rest) is an anchor for each part, with its share of ``model`` and of the variance of ``row``, so
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, hypot, sqrt
+from math import exp, hypot, inf, sqrt
 from operator import mul
 
 import numpy as np
@@ -48,6 +50,11 @@ class Spread:
     row: float
     deviates: float = DEVIATES
 
+    def deviation(self, sensitivity: Sequence[float], share: float = 1.0) -> float:
+        """Standard deviation of the log time of a step, or of an anchor, on a new machine."""
+        factors = map(mul, sensitivity, self.spread)
+        return hypot(*factors, share * self.model, sqrt(share) * self.row)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
@@ -69,7 +76,7 @@ class Machine:
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
     ``measured``: runs that were measured, by ``itercast.extras.anchors.infer_machine.run_name``.
-    ``seen``: how many anchors it was told, and the sum of squares of their standardised deviations.
+    ``nearest``: z**2 of the anchor that is nearest to its forecast; infinite without anchors.
     """
 
     typical: Spread
@@ -77,7 +84,7 @@ class Machine:
     covariance: tuple[tuple[float, ...], ...]
     models: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
-    seen: tuple[int, float] = (0, 0.0)
+    nearest: float = inf
 
     @classmethod
     def new(cls, typical: Spread) -> Machine:
@@ -94,11 +101,11 @@ class Machine:
 
     def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:
         """Standard deviation of the log time of a step of ``model``; ``sensitivity``: J."""
-        machine, usual = self._with(model), self.typical
+        machine = self._with(model)
         direction = machine._direction(sensitivity, model)
-        variance = float(direction @ np.array(machine.covariance) @ direction) + usual.row**2
-        untold = hypot(*map(mul, sensitivity, usual.spread), usual.model, usual.row)
-        return min(untold, sqrt(variance) * widening(*self.seen))
+        variance = float(direction @ np.array(machine.covariance) @ direction)
+        told = sqrt(variance + self.typical.row**2) * widening(self.nearest)
+        return min(self.typical.deviation(sensitivity), told)
 
     def half_width(
         self, sensitivity: Sequence[float], model: str = "", other: float = 0.0
@@ -148,22 +155,22 @@ class Machine:
         variance = direction @ covariance @ direction + anchor.share * self.typical.row**2
         gain, off = covariance @ direction / variance, float(anchor.log_ratio - direction @ mean)
         narrowed = _rows(covariance - np.outer(gain, direction @ covariance))
-        seen = (self.seen[0] + 1, self.seen[1] + off**2 / float(variance))
-        mean = mean + gain * off
-        return replace(self, mean=tuple(mean.tolist()), covariance=narrowed, seen=seen)
+        mean, usual = mean + gain * off, self.typical.deviation(anchor.sensitivity, anchor.share)
+        nearest = min(self.nearest, (anchor.log_ratio / usual) ** 2)
+        return replace(self, mean=tuple(mean.tolist()), covariance=narrowed, nearest=nearest)
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         index = NAMES.index(name)
-        told = sqrt(max(0.0, self.covariance[index][index])) * widening(*self.seen)
+        told = sqrt(max(0.0, self.covariance[index][index])) * widening(self.nearest)
         half_width = self.typical.deviates * min(self.typical.spread[index], told)
         log = self.mean[index]
         return exp(log), exp(log - half_width), exp(log + half_width)
 
 
-def widening(anchors: int, squares: float) -> float:
-    """By how much deviations are larger than those of a normal distribution (``Machine.seen``)."""
-    return sqrt((FREEDOM + squares) / (FREEDOM + anchors))
+def widening(nearest: float) -> float:
+    """By how much deviations are larger than a normal distribution's (``Machine.nearest``)."""
+    return sqrt((FREEDOM + nearest) / (FREEDOM + 1))
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:

@@ -261,7 +261,8 @@ def next_run(step: StepCapture, target: Target) -> str:
         except ValueError:  # it does not run on so few
             continue
         anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
-        after = replace(machine.updated([anchor]), seen=machine.seen)  # it may take any time
+        usual = min(machine.nearest, 1.0)  # it may take any time: as far off as is to be expected
+        after = replace(machine.updated([anchor]), nearest=usual)
         widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
     if not widths:
         return ""
