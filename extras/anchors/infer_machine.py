@@ -257,12 +257,12 @@ def next_run(step: StepCapture, target: Target) -> str:
         if run_name(step, cheaper) in machine.measured:
             continue
         try:
-            parts = forecast_step(step, cheaper).parts_frac
+            parts = tuple(forecast_step(step, cheaper).parts_frac.values())
         except ValueError:  # it does not run on so few
             continue
-        anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
-        usual = min(machine.nearest, 1.0)  # it may take any time: as far off as is to be expected
-        after = replace(machine.updated([anchor]), nearest=usual)
+        usual = machine.typical.deviation(parts)  # it may take any time
+        anchor = Anchor(model=target.model, sensitivity=parts, log_ratio=usual)
+        after = machine.updated([anchor])
         widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
     if not widths:
         return ""

@@ -131,7 +131,7 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
     """Each machine's steps after ``count`` others: log(measured / forecast), its deviation.
 
     ``covered``: whether it is within the interval; ``half``: half the interval's width in log time;
-    ``loss``: what both ends lose as quantiles of 10 and 90 %.
+    ``loss``: what both ends lose as quantiles of 10 and 90 %, a tenth of their distance within.
     Anchors are drawn at random: each step is one once where one is drawn; three are drawn as often
     as there are steps. One that a forecast refuses as another configuration than stated is none.
     """
@@ -154,19 +154,9 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
             "deviation": deviation,
             "covered": np.abs(log_ratio) <= half,
             "half": half,
-            "loss": _loss_of_ends(log_ratio, half),
+            "loss": (1 - COVERED) * half + np.maximum(0.0, np.abs(log_ratio) - half),
         }
     )
-
-
-def _loss_of_ends(log_ratio: np.ndarray, half: np.ndarray) -> np.ndarray:
-    """Of an interval with a share of (1 - ``COVERED``) / 2 below it and as much above.
-
-    That of both ends as quantiles: their distance, weighted by this share where a step is inside.
-    """
-    share = (1 - COVERED) / 2
-    outside = np.maximum(0.0, np.abs(log_ratio) - half)
-    return np.asarray(2 * share * half + outside)
 
 
 def _posterior(
