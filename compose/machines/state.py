@@ -8,11 +8,11 @@ Between machines log factors x differ by a spread, fitted over sources of measur
 with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. Jointly they have a multivariate t
-distribution with ``FREEDOM`` degrees: machines differ in how far all of this is spread. Anchors tell
-of factors as under a normal distribution; the one nearest to its forecast, z standard deviations of
-a new machine off it, tells of the spread: deviations are sqrt((FREEDOM + z**2) / (FREEDOM + 1))
-times as large, at most as without anchors. One more anchor lowers z or leaves it, and lowers the
-normal distribution's variances, so that none widens an interval, in whichever order they are told.
+distribution with ``FREEDOM`` degrees: machines differ in how far all of this is spread. Anchors
+tell of factors as under a normal distribution; the one nearest to its forecast, z deviations of a
+new machine off it, tells of the spread: deviations are sqrt((FREEDOM + z**2) / (FREEDOM + 1)) times
+as large, at most as without anchors. One more anchor lowers z or leaves it, and lowers the normal
+distribution's variances, so that none widens an interval, in whichever order they are told.
 
 ``share`` is 1 for a whole step. A step that was measured in parts (messages that compute waits for,
 the rest) is an anchor for each part, with its share of ``model`` and of the variance of ``row``, so
