@@ -46,7 +46,7 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
         @lru_cache(maxsize=2**16)
         def cold(distance_bytes: float) -> float:
             if not pairs:
-                return 1.0 - float(held_share(distance_bytes, gpu))
+                return float(1.0 - held_share(distance_bytes, gpu))
             return float(np.interp(np.log(max(distance_bytes, 1.0)), sizes, shares))
 
         return cold

@@ -71,7 +71,8 @@ class _Scaling:
 class CapturesBySize:
     """The captures of a model by size; each is made when it is asked for.
 
-    Steps of one sample are derived from one another: a length of 1 has strides of its own.
+    A length of 1 may have strides of its own: steps of one sample are derived from those of more
+    where a captured one agrees, else from one another.
     """
 
     def __init__(self, capture_at: CaptureAt) -> None:
@@ -79,24 +80,28 @@ class CapturesBySize:
         self.made: dict[Size, StepCapture] = {}
         self.failed: dict[Size, str] = {}  # why the model cannot be captured at a size
         self.agree: dict[tuple[Size, ...], bool] = {}  # captured sizes -> whether others follow
-        self.chosen: dict[Size, tuple[Size, ...]] = {}  # size -> captured ones it is derived from
+        self.sources: dict[Size, list[tuple[Size, ...]]] = {}  # what sizes may be derived from
 
     def announce(self, sizes: Iterable[Size]) -> None:
         """Choose at which of these sizes the model is captured, so that others are derived."""
         wanted = set(sizes)
-        for kind in {_kind(size) for size in wanted}:
-            group = {size for size in wanted if _kind(size) == kind}
-            self.chosen |= dict.fromkeys(group, _chosen(group))
+        for autocast in {size[2] for size in wanted}:
+            one = {size for size in wanted if size[0] == 1 and size[2] == autocast}
+            more = {size for size in wanted if size[2] == autocast} - one
+            chosen = _chosen(more)
+            with_one = (*chosen[:2], max(one, key=_tokens)) if chosen and len(one) > 1 else ()
+            self.sources |= {size: [chosen] for size in more}
+            self.sources |= {size: [with_one, _chosen(one)] for size in one}
 
     def at(self, size: Size) -> StepCapture:
         """The capture at a size; one that was not announced is captured. ValueError if it fails."""
         if size in self.failed:
             raise ValueError(self.failed[size])
         if size not in self.made:
-            chosen = self.chosen.get(size, ())
-            step = None if size in chosen else self._derived(chosen, size)
+            steps = (self._derived(chosen, size) for chosen in self.sources.get(size, ()))
+            step = next(filter(None, steps), None)
             try:
-                self.made[size] = self.capture_at(*size) if step is None else step
+                self.made[size] = step or self.capture_at(*size)
             except ValueError as exc:
                 self.failed[size] = str(exc)
                 raise
@@ -104,7 +109,7 @@ class CapturesBySize:
 
     def _derived(self, chosen: tuple[Size, ...], size: Size) -> StepCapture | None:
         """The capture derived from those at ``chosen`` sizes; None where these do not agree."""
-        if not chosen or not self.agree.get(chosen, True):
+        if not chosen or size in chosen or not self.agree.get(chosen, True):
             return None
         small, large, control = chosen
         try:
@@ -125,12 +130,6 @@ class CapturesBySize:
 def _names(kind: Any) -> list[str]:
     """The fields that change with the size; not that of zeros (see ``mark_zeros``)."""
     return [f.name for f in fields(kind) if f.name != "zero_frac"]
-
-
-def _kind(size: Size) -> tuple[bool, bool]:
-    """What sizes that are derived from one another have in common."""
-    samples, _, autocast = size
-    return samples == 1, autocast
 
 
 def _chosen(group: set[Size]) -> tuple[Size, ...]:

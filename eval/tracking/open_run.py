@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec
 from urllib.parse import urlsplit
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.eval.tracking import store
 from itercast.eval.tracking.store import tracking_uri
 from itercast.microbench.sweep.cards import commit
@@ -92,6 +93,7 @@ def _alive(process: int) -> bool:
     return True
 
 
+@without_garbage_collection()  # of MLflow's imports: a third of its time
 def attempt(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
     """Call ``write``, which logs to MLflow; returns whether it could. The first failure warns."""
     for name, value in FAIL_SOON.items():

@@ -25,8 +25,8 @@ def held_share(nbytes: Values, gpu: Gpu) -> Values:
 
     Falls linearly from 1 at ``WARM_UP_TO * l2_bytes`` to 0 at ``COLD_FROM * l2_bytes``.
     """
-    fill = np.asarray(nbytes, dtype=float) / gpu.l2_bytes
-    return np.clip((COLD_FROM - fill) / (COLD_FROM - WARM_UP_TO), 0.0, 1.0)
+    held = (COLD_FROM - nbytes / gpu.l2_bytes) / (COLD_FROM - WARM_UP_TO)
+    return min(1.0, max(0.0, held)) if isinstance(held, float) else np.clip(held, 0.0, 1.0)
 
 
 def moved_us(nbytes: Values, gpu: Gpu, cold: Values) -> Values:
