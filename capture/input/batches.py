@@ -180,7 +180,7 @@ def _one_worker(loader: Any) -> Iterator[None]:
 
 
 @contextmanager
-def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator[None]:
+def loaders_give_real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake.
 
     A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. Small

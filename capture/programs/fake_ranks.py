@@ -64,7 +64,7 @@ def one_rank_of(
         stack.enter_context(_groups_that_send_nothing(world_size, rank, log))
         stack.enter_context(_log_waits_for_handles(log))
         stack.enter_context(_log_resized_storages(log))
-        stack.enter_context(_real_meshes(log))
+        stack.enter_context(_meshes_hold_real_ranks(log))
         stack.enter_context(python_reducer())
         try:
             yield
@@ -219,7 +219,7 @@ MESH_METHODS = (
 
 
 @contextmanager
-def _real_meshes(log: ProgramLog) -> Iterator[None]:
+def _meshes_hold_real_ranks(log: ProgramLog) -> Iterator[None]:
     """Make the ranks in a ``DeviceMesh`` real numbers, on the CPU.
 
     A mesh of GPUs still changes a tensor's sharded dim by all_to_all, as on GPUs.

@@ -28,7 +28,7 @@ import torch
 
 from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
-from itercast.capture.input.batches import TakenBatches, real_batches
+from itercast.capture.input.batches import TakenBatches, loaders_give_real_batches
 from itercast.capture.input.lane import InputLane
 from itercast.capture.programs.attempts import Attempt, KnownRanks, Row, in_fork
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
@@ -140,13 +140,13 @@ def capture_script(
             listed = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()), KEPT)
             stack.enter_context(nothing_outside(script.owns, listed))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
-            stack.enter_context(real_batches(taken, log.routing, on_gpu))
+            stack.enter_context(loaders_give_real_batches(taken, log.routing, on_gpu))
             stack.enter_context(saved_for_loading(log.routing))
             stack.enter_context(log.routing.lists_at_once())
             stack.enter_context(own_kernels(log))
             stack.enter_context(xformers_attention())
             stack.enter_context(weights_not_downloaded(log.guesses))
-            steps = _run_until(script, log, taken, finder, gpu.kind != "cpu")
+            steps = _run_until_enough_steps(script, log, taken, finder, gpu.kind != "cpu")
         taken.copied_ahead = log.gpu_memory.beside
         guesses = [f"{guess}{_place(at, script)}" for guess, at in log.guesses.items()]
         return {
@@ -162,7 +162,7 @@ def capture_script(
     return replace(captured, notes=tuple(notes))
 
 
-def _run_until(
+def _run_until_enough_steps(
     script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None, on_gpu: bool
 ) -> Steps:
     """Run the script until it has made enough steps; ``log`` has the launches of the last one.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.ops import find_family
 
-BAGS = ("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+BAG = "aten._embedding_bag.default"
+BAGS = (BAG, "aten._embedding_bag_forward_only.default")
 ROWS = "aten.embedding.default"
 
 

@@ -34,7 +34,7 @@ from itercast.compose.graph.rewrite import (
     with_tensors,
 )
 from itercast.compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
-from itercast.compose.parallel.parallel_loss import LOSS, parallel_loss
+from itercast.compose.parallel.parallel_loss import LOSS, SOFTMAX, parallel_loss
 
 PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
 WITH_BIAS = ("aten.addmm.default", "aten.baddbmm.default")
@@ -332,7 +332,7 @@ class _TensorParallel:
         by_vocabulary = any(self._by_column(t) and d == len(t.shape) - 1 for t, d in dims.items())
         if call.op in LOSS and by_vocabulary:
             calls = parallel_loss(call, change, self.fresh)
-            if call.op == LOSS[0]:
+            if call.op == SOFTMAX:
                 self._count("tp_loss")
         self.builder.calls += calls[:-1]
         self.builder.add(i, calls[-1])

@@ -86,12 +86,12 @@ class CapturesBySize:
         """Choose at which of these sizes the model is captured, so that others are derived."""
         wanted = set(sizes)
         for autocast in {size[2] for size in wanted}:
-            one = {size for size in wanted if size[0] == 1 and size[2] == autocast}
-            more = {size for size in wanted if size[2] == autocast} - one
-            chosen = _chosen(more)
-            with_one = (*chosen[:2], max(one, key=_tokens)) if chosen and len(one) > 1 else ()
-            self.sources |= {size: [chosen] for size in more}
-            self.sources |= {size: [with_one, _chosen(one)] for size in one}
+            of_one = {size for size in wanted if size[0] == 1 and size[2] == autocast}
+            of_more = {size for size in wanted if size[0] > 1 and size[2] == autocast}
+            chosen = _chosen(of_more)
+            with_one = (*chosen[:2], max(of_one, key=_tokens)) if chosen and of_one else ()
+            self.sources |= {size: [chosen] for size in of_more}
+            self.sources |= {size: [with_one, _chosen(of_one)] for size in of_one}
 
     def at(self, size: Size) -> StepCapture:
         """The capture at a size; one that was not announced is captured. ValueError if it fails."""
@@ -137,9 +137,11 @@ def _chosen(group: set[Size]) -> tuple[Size, ...]:
 
     Empty where there are too few sizes to derive any.
     """
+    if len(group) < 4:
+        return ()
     ends = (min(group, key=_tokens), max(group, key=_tokens))
     others = sorted(group - set(ends), key=lambda size: (-size[0], size[1]))
-    return (*ends, others[0]) if len(others) > 1 else ()
+    return (*ends, others[0])
 
 
 def _tokens(size: Size) -> tuple[int, Size]:

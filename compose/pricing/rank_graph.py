@@ -230,7 +230,7 @@ def rank_graph(
 def _rank_graph(
     capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: str, gathered: bool
 ) -> RankGraph:
-    """First what a rank of the plan computes, then as the device runs it, then its tables.
+    """Rewrite the calls as a rank of the plan computes them, then as the device runs them.
 
     ``cast``: what runs in half precision (see ``casts``). ``ranks``: processes on this CPU.
     ``gathered``: see ``as_launched``.

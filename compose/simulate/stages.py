@@ -139,7 +139,7 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan, fewest: int = 1
 
 
 def balanced(models: Sequence[Sequence[PricedLayer]], plan: ParallelPlan) -> ParallelPlan:
-    """The plan with the layers of each stage with which the slowest is fastest.
+    """The plan with its layers dealt to stages so that the slowest stage takes the least time.
 
     ``models``: of each stage all layers of the model, priced on the stage's device. What precedes
     and follows equal layers is part of the first and the last one.

@@ -210,7 +210,7 @@ def _at_shared_speed(
 
 
 def _contention(a: Task, b: Task, alike: float) -> float:
-    """Slowdown of two tasks of a device: by the message beside compute, ``alike`` of all others.
+    """Slowdown of two tasks at once: what a message states ``beside`` compute, else ``alike``.
 
     A message within a node and one between nodes use unlike links: neither slows the other.
     """

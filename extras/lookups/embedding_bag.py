@@ -269,8 +269,8 @@ def resize(p: EmbeddingBag, factor: float, first_share: float) -> EmbeddingBag:
     table its rows grow, too.
     """
     pooling = max(1, round(p.lookups / p.bags))
-    least, most = min(GPU_BAGS[0], p.bags), max(GPU_BAGS[1], p.bags)
-    bags = min(most, max(least, round(p.bags * factor**first_share)))
+    fewest, most = GPU_BAGS
+    bags = min(max(most, p.bags), max(min(fewest, p.bags), round(p.bags * factor**first_share)))
     rest = factor * p.bags / bags
     new_pooling = min(max(GPU_POOLING, pooling), max(1, round(pooling * rest)))
     rest *= pooling / new_pooling

@@ -95,7 +95,7 @@ def retyped(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator) -> Poi
 
 
 def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Point:
-    """Resizes a point to a roofline drawn log-uniformly, one in ten below 3 us, if it can grow.
+    """A point of another size, whose roofline is drawn log-uniformly: one in ten is below 3 us.
 
     A ``captured`` point, of a model's step, stays as it is where its roofline is worth timing.
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, TensorSpec
-from itercast.compose.parallel.captured_tables import BAGS, ROWS
+from itercast.compose.parallel.captured_tables import BAG, ROWS
 from itercast.extras.lookups.embedding_bag import MODES
 from itercast.extras.recommenders.sharded_model import Shard
 from itercast.extras.recommenders.tables.captured import CapturedTable, Lookup
@@ -90,7 +90,7 @@ def lookup_calls(
     weights = tensor(looked_up) if table.weighted else None
     starts = tensor(samples, dtype="int64")
     bag = (weight, index, starts, False, mode, True, weights)
-    return OpCall(op=BAGS[0], args=bag, outputs=(out,), **known), after
+    return OpCall(op=BAG, args=bag, outputs=(out,), **known), after
 
 
 def choosing_calls(asked: int, kept: int, ids: Iterator[int]) -> list[OpCall]:

@@ -29,17 +29,18 @@ from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.sizes import swept
 
 FACTS = facts_of(__file__)
-ONE, TWO, FUSED, ADAMW = (
-    tuple[str, ...](FACTS[name].split()) for name in ("one", "two", "fused", "adamw")
+ONE, TWO, FUSED, ADAM = (
+    tuple[str, ...](FACTS[name].split()) for name in ("one", "two", "fused", "adam")
 )
 ROOT, NORM, SGD = "_foreach_sqrt", "_foreach_norm", "_foreach_add_list"
+LEARNING_RATE = ("default", "tensor_lr")  # overloads of torch's own fused calls, named ..._
 SAME_AS: Mapping[str, str] = FACTS["same_as"] | FACTS["counted_as"]
 LOOP: Mapping[str, Mapping[str, int]] = FACTS["loop"]
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
 OPERANDS: dict[str, int] = FACTS["operands"]
 FLOPS: dict[str, int] = FACTS["flops"]
 # Rows of whole steps, without and with decay of weights; no call is one.
-STEPS = {"foreach_adam": ADAMW[1:], "foreach_adamw": ADAMW}
+STEPS = {"foreach_adam": ADAM, "foreach_adamw": ("_foreach_mul_", *ADAM)}
 OPERANDS |= {step: sum(OPERANDS.get(c, 2) for c in calls) for step, calls in STEPS.items()}
 FLOPS |= {step: 2 * len(calls) for step, calls in STEPS.items()}
 EACH = "_foreach_div_each"  # no kernel takes such lists: a division for each tensor
@@ -276,7 +277,7 @@ FAMILY = Family(
     answers={
         **{f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
         **{f"itercast.{n}.default": from_call for n in FACTS["same_as"]},
-        **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
+        **{f"aten.{n}.{o}": from_call for n in FUSED if n.endswith("_") for o in LEARNING_RATE},
     },
     weight=1.5,
     gpu_sweep=GpuSweep(
