@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, changed
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.cross_entropy import SOFTMAX
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import (
     EXPERT_PRODUCTS,
@@ -34,7 +35,7 @@ from itercast.compose.graph.rewrite import (
     with_tensors,
 )
 from itercast.compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
-from itercast.compose.parallel.parallel_loss import LOSS, SOFTMAX, parallel_loss
+from itercast.compose.parallel.parallel_loss import LOSS, parallel_loss
 
 PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
 WITH_BIAS = ("aten.addmm.default", "aten.baddbmm.default")
