@@ -152,16 +152,16 @@ def _compare(
         target = replace(target, threads=int(rounds["threads"].iloc[0]))
     step = step_of(settings, target.plan)
     forecast = forecast_step(step, target)
-    times_us = list(_at_reference_us(rounds, target.bundle, forecast, step))
-    first, last = times_us[0], times_us[-1]
-    median_us = float(np.exp(np.median(np.log(times_us)[rounds["quiet"].to_numpy()])))
+    logs = np.log(list(_at_reference_us(rounds, target.bundle, forecast, step)))
+    median_us = float(np.exp(np.median(logs[rounds["quiet"].to_numpy()])))
+    halves_us = [float(np.exp(np.median(half))) for half in np.array_split(logs, 2) if len(half)]
     case, plan = str(settings["case"]), str(settings["plan"])
     model = " ".join([case, *(str(settings[column]) for column in varied)])
     return replace(
         _result(forecast, target, median_us, case=case, plan=plan, model=model),
         samples=int(settings["batch"]) * target.plan.dp,
-        rounds_us=(first, last) if len(times_us) > 1 else (first,),
-        retest_ape_pct=100 * abs(last / first - 1) if len(times_us) > 1 else None,
+        rounds_us=tuple(halves_us),
+        retest_ape_pct=100 * abs(halves_us[-1] / halves_us[0] - 1) if len(logs) > 1 else None,
     )
 
 

@@ -47,8 +47,8 @@ class CaseResult:
     """One measured iteration beside its forecast; times in us.
 
     ``measured_us`` is scaled to the machine's reference speed. ``model`` names case and settings,
-    without the plan. ``samples`` counts all replicas of a step. ``rounds_us`` are the first and the
-    last measurement; with one, ``retest_ape_pct`` is None.
+    without the plan. ``samples`` counts all replicas of a step. ``rounds_us`` are the medians
+    of the first and of the second half of all measurements; with one, ``retest_ape_pct`` is None.
     ``parts_us``: the forecast by ``itercast.eval.iteration_parts.PARTS``. ``source``: the file of
     measured steps that has it.
     """

@@ -163,7 +163,7 @@ def evaluate(
     begin_ms, root = now_ms(), measured or Path("runs/measured")
     if measured is None:
         with when_stopped(f"what was measured is in {root}; the same command goes on"):
-            iterations(root, "cpu", (0, 1), case)
+            iterations(root, "cpu", case)
     with prints_aside() if as_json else nullcontext():
         rows, results = compared(root, case, bundle)
         report_comparison(

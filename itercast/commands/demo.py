@@ -27,9 +27,9 @@ def run_demo(budget_s: float) -> None:
     data, bundle, fit_file = RUN / "datasets", RUN / "bundle", RUN / "fit.json"
     rows = measured = 0
     with when_stopped(f"what was measured is in {data}; `itercast demo` goes on"):
-        for repeat in (0, 1):
-            rows += sweep(data, "cpu", None, budget_s * (repeat + 1) / 2, 0)
-            measured += iterations(data, "cpu", (repeat,))
+        for half in (0, 1):
+            rows += sweep(data, "cpu", None, budget_s * (half + 1) / 2, 0)
+            measured += iterations(data, "cpu", half=half)
     output().print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
     output().print(
         f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}"

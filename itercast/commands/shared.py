@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from itercast.microbench.store import Facts, Row
 
 P = ParamSpec("P")
+ROUNDS = (
+    8  # of iterations on a CPU, twice: at some distance, as the speed of a shared machine drifts
+)
 
 
 def sweep(
@@ -57,7 +60,7 @@ def sweep(
         families = [f for f in families if f != "iteration"]
         known_families(families)
         limit_s = budget_s if device == "cuda" else math.inf
-        rows = iterations(out, device, (0, 1), budget_s=limit_s, devices=devices)
+        rows = iterations(out, device, budget_s=limit_s, devices=devices)
         if not families:
             return rows
     known_families(families)  # before the bar, so that a wrong name is one line
@@ -79,28 +82,32 @@ def sweep(
 def iterations(
     out: Path,
     device: str,
-    repeats: Sequence[int],
     names: Sequence[str] | None = None,
     budget_s: float = math.inf,
     devices: int = 1,
+    half: int | None = None,
 ) -> int:
     """Measure the iterations that a dataset root lacks; returns the number of new rows.
 
     Cases named by ``names``; without them the iterations of a campaign on a GPU, and on a CPU all
-    cases that are measured by default.
+    cases that are measured by default. On a GPU twice, on a CPU in 2 * ROUNDS rounds, in which all
+    take turns, or in one ``half`` (0, 1) of them.
     """
     from itercast.microbench.iterations.collect import collect_iterations, usual_iterations
     from itercast.microbench.iterations.gpu_list import gpu_iterations
 
     on_gpu = device == "cuda" and not names
     wanted, rows = gpu_iterations() if on_gpu else usual_iterations(names), 0
-    end = time.monotonic() + budget_s
+    end, rounds = time.monotonic() + budget_s, 1 if device == "cuda" else ROUNDS
+    halves = (0, 1) if half is None else (half,)
     with progress_bar() as bar:
-        task = bar.add_task("iterations", total=len(wanted) * len(repeats))
-        for n, repeat in enumerate(repeats):
-            show = partial(_show_completed, bar, task, n * len(wanted))
-            left_s = end - time.monotonic()
-            rows += collect_iterations(out, device, wanted, repeat, show, left_s, devices=devices)
+        task = bar.add_task("iterations", total=len(wanted) * rounds * len(halves))
+        for n, part in enumerate(halves):
+            show = partial(_show_completed, bar, task, n * rounds * len(wanted))
+            left_s, first = end - time.monotonic(), part * rounds
+            rows += collect_iterations(
+                out, device, wanted, first, show, left_s, devices=devices, rounds=rounds
+            )
     return rows
 
 

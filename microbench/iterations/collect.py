@@ -63,10 +63,12 @@ def collect_iterations(
     *,
     in_step: bool = False,
     cores: int = 0,
+    rounds: int = 1,
 ) -> int:
     """Measure the iterations without a row of this repeat; returns the number of new rows.
 
-    On a CPU the ranks of a plan share its cores. On a GPU the budget is wall time, starts of
+    On a CPU the ranks of a plan share its cores, and in so many ``rounds``, of which each has a
+    repeat of its own, all iterations take turns. On a GPU the budget is wall time, starts of
     workers included: no iteration is begun that would exceed it, an iteration that ends its process
     gets an error row, and a worker is killed ``grace_s`` after the budget. ``devices``: GPUs that
     share the iterations of one process. ``in_step``: steps are profiled, and each of their ops
@@ -79,12 +81,11 @@ def collect_iterations(
     new_rows = 0
     for ranks in sorted({iteration.ranks for iteration in wanted}):
         order = _order(root, device, facts["hardware"]["name"], ranks, repeat)
-        order = replace(order, in_step=in_step, cores=cores)
-        left = [
-            iteration
-            for iteration in wanted
-            if iteration.ranks == ranks and iteration_key(order, iteration) not in done
-        ]
+        order = replace(order, in_step=in_step, cores=cores, rounds=rounds)
+        keys = {i: row_keys(order, i) for i in wanted if i.ranks == ranks}
+        left = [iteration for iteration, of_rounds in keys.items() if not of_rounds <= done]
+        had = done.intersection(key for iteration in left for key in keys[iteration])
+        order = replace(order, done=tuple(had))
         order = replace(order, lanes=min(devices, len(left)) if ranks == 1 and left else 1)
         measure = partial(_measure, order, left, end_s, grace_s)
         try:
@@ -92,6 +93,12 @@ def collect_iterations(
         finally:
             new_rows += store.compact(root, facts)
     return new_rows
+
+
+def row_keys(order: IterationOrder, iteration: Iteration) -> set[str]:
+    """Keys of an iteration's rows, one for each round."""
+    repeats = range(order.repeat, order.repeat + order.rounds)
+    return {iteration_key(replace(order, repeat=repeat), iteration) for repeat in repeats}
 
 
 def _show(progress: Progress | None, earlier_rows: int, rows_by_lane: Sequence[int]) -> None:
@@ -116,12 +123,12 @@ def _measure(
         part = replace(order, iterations=tuple(waiting), run_id=run_id)
         part = replace(part, budget_s=left_s, begin_s=begin_s)
         ended, code, rows = _run(part, finished, progress, grace_s)
-        finished, waiting = finished + rows, waiting[rows:]
-        if code == 0 or ended == "late" or not waiting:  # gloo may abort when ranks end
+        left = len(waiting) * order.rounds - len(order.done) - rows
+        if code == 0 or ended == "late" or not left:  # gloo may abort when ranks end
             return
+        finished, waiting = finished + rows, waiting[rows:]
         if order.device == "cpu":
-            stuck = part.iterations[min(rows, len(part.iterations) - 1)]
-            raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
+            raise RuntimeError("measuring iterations failed; see above")
         if code != EXIT_BROKEN:  # the process crashed or hung
             _write_failure(part, waiting.pop(0), code)
             finished += 1

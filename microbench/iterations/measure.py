@@ -24,8 +24,8 @@ from itercast.microbench.timing.gpu_watch import GpuWatch
 
 WARMUP = 3
 REPETITIONS = 20
-MIN_TIME_S = 0.4
-GPU_TIME_S = (1.0, 6.0)  # of all repetitions: at least, until clocks have settled, and at most
+TIME_S = 0.4  # of all repetitions, at least
+GPU_TIME_S = (1.0, 6.0)  # the same on a GPU, whose clocks settle meanwhile, and at most
 MIN_REPETITIONS = 8  # on a GPU, however long: for p20 and p80
 ANCHOR_EVERY_US = 2.5e5  # of steps between two times of the anchor
 FEW = 12  # no assumption: steps in that time; of so long ones what ran before is a small part
@@ -84,32 +84,86 @@ def measure_iteration(
     anchor: Callable[[], dict[str, float]] | None = None,
     watch: GpuWatch | None = None,
 ) -> Row:
-    """Measure an iteration and return the measured columns of its row.
+    """Measure an iteration once and return the measured columns of its row.
 
-    Runs at least ``repetitions`` steps, for at least 0.4 s (1 s on a GPU). With several ranks each
-    of them calls this; a barrier precedes each step, and times are those of the slowest rank.
+    Runs at least ``repetitions`` steps, for at least 0.4 s (1 s on a GPU); see ``BuiltIteration``.
+    """
+    built = BuiltIteration(case, iteration, device, anchor=anchor, watch=watch)
+    try:
+        return built.measure(repetitions, GPU_TIME_S[0] if device == "cuda" else TIME_S)
+    finally:
+        built.close()
 
-    - ``<phase>_us``: median by phase; on a GPU this is host time.
-    - ``anchor()`` times fixed reference workloads, by column in us; it is called after steps of a
-      quarter of a second and at the end, and the geometric means become columns. Of short steps
-      one that is not timed follows it, so that caches hold what a step leaves in them.
+
+class BuiltIteration:
+    """An iteration whose model is built, to be measured once, or several times among others.
+
+    With several ranks each of them does the same; a barrier precedes each step, and times are those
+    of the slowest rank.
+
+    - ``anchor()`` times fixed reference workloads, by column in us; it is called before the first
+      step, after steps of a quarter of a second and at the end, and the geometric means become
+      columns. Of short steps one that is not timed follows it, so that caches hold what a step
+      leaves in them.
     - ``watch`` reads the GPU's clocks and power during further, untimed steps.
 
-    A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
+    A failure on a GPU becomes status and reason of the rows; on a CPU only lack of memory does.
     """
-    from itercast.capture.recorder.attention import attention_as  # needs torch
 
-    try:
-        with attention_as(iteration.attn):
-            timer = _prepare(case, iteration, device, anchor, watch)
-            return {"status": "ok", **timer.repeat(repetitions)}
-    except Exception as exc:  # any failure on a GPU becomes a row
-        failed = failure(exc)
-        if device == "cpu" and failed["status"] != "oom":
-            raise
-        return failed
-    finally:
+    def __init__(
+        self,
+        case: EvalCase,
+        iteration: Iteration,
+        device: str,
+        *,
+        anchor: Callable[[], dict[str, float]] | None = None,
+        watch: GpuWatch | None = None,
+    ) -> None:
+        self.iteration, self.device = iteration, device
+        self.failed: Row = {}
+        self._timer: _StepTimer | None = None
+        self._attempt(lambda: self._build(case, anchor, watch))
+
+    def measure(self, repetitions: int, least_s: float) -> Row:
+        """Repeat the step so often and so long at least; returns the measured columns.
+
+        ``<phase>_us``: median by phase; on a GPU this is host time.
+        """
+        timer = self._timer
+        if timer is None:
+            return self.failed
+        return self._attempt(lambda: {"status": "ok", **timer.repeat(repetitions, least_s)})
+
+    def close(self) -> None:
+        """End the last step, and let go of the model."""
+        if self._timer is not None and not self.failed:
+            self._attempt(self._timer.finish)
+        self._timer = None
         gc.enable()
+
+    def _build(
+        self,
+        case: EvalCase,
+        anchor: Callable[[], dict[str, float]] | None,
+        watch: GpuWatch | None,
+    ) -> Row:
+        """Build the step and the timer that repeats it."""
+        self._timer = _prepare(case, self.iteration, self.device, anchor, watch)
+        return {}
+
+    def _attempt(self, act: Callable[[], Row]) -> Row:
+        """What ``act`` returns; a failure is returned, then and whenever asked again."""
+        from itercast.capture.recorder.attention import attention_as  # needs torch
+
+        try:
+            with attention_as(self.iteration.attn):
+                return act()
+        except Exception as exc:  # any failure on a GPU becomes a row
+            self.failed, self._timer = failure(exc), None
+            if self.device == "cpu" and self.failed["status"] != "oom":
+                exc.add_note(f"measuring {self.iteration.case} {self.iteration.plan}")
+                raise
+            return self.failed
 
 
 def _prepare(
@@ -185,18 +239,21 @@ class _StepTimer:
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
         self.every = 1  # after so many steps the anchor is timed
+        self.least_us = math.inf  # of the steps before those that are timed
 
-    def repeat(self, repetitions: int) -> Row:
-        """Warm up, repeat the step and return the measured columns."""
-        for _ in range(WARMUP):
+    def repeat(self, repetitions: int, least_s: float) -> Row:
+        """Repeat the step and return the measured columns; the first time more steps come before."""
+        first_time = math.isinf(self.least_us)
+        for _ in range(WARMUP if first_time else 0):
             self.once()
-        gc.collect()
+        if first_time:
+            gc.collect()
         gc.disable()
-        count = self._count(repetitions, self.once())
+        self.least_us = min(self.least_us, self.once())
+        count = self._count(repetitions, least_s)
         self.phases.clear()
         self.anchors.clear()
         times, conditions = self._times(count)
-        self.step.finish()
         timing = summarise(max_over_ranks(times) if self.together else times)
         return {
             **conditions,
@@ -206,11 +263,17 @@ class _StepTimer:
             **self._memory(),
         }
 
+    def finish(self) -> Row:
+        """End the last step."""
+        self.step.finish()
+        return {}
+
     def _times(self, count: int) -> tuple[list[float], Row]:
         """Times of ``count`` steps, and columns with the GPU's clocks and power meanwhile."""
         if not self.one_by_one:
             return self._back_to_back(count)
         if self.watch is None:
+            self._time_anchor(again=True)
             return [self._with_speed(n, count) for n in range(1, count + 1)], {}
         self.watch.begin()
         times = list[float]()
@@ -247,14 +310,12 @@ class _StepTimer:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def _count(self, repetitions: int, first_us: float) -> int:
+    def _count(self, repetitions: int, least_s: float) -> int:
         """How often the step is timed, the same on all ranks."""
-        on_gpu = self.device == "cuda"
-        least_s, most_s = GPU_TIME_S if on_gpu else (MIN_TIME_S, math.inf)
-        count = max(repetitions, math.ceil(least_s * 1e6 / first_us))
-        self.every = self._agreed(math.ceil(ANCHOR_EVERY_US / first_us))
-        if on_gpu:
-            count = min(count, max(MIN_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
+        count = max(repetitions, math.ceil(least_s * 1e6 / self.least_us))
+        self.every = self._agreed(math.ceil(ANCHOR_EVERY_US / self.least_us))
+        if self.device == "cuda":
+            count = min(count, max(MIN_REPETITIONS, math.ceil(GPU_TIME_S[1] * 1e6 / self.least_us)))
         return self._agreed(count)
 
     def _agreed(self, count: int) -> int:
@@ -264,13 +325,19 @@ class _StepTimer:
     def _with_speed(self, number: int, count: int) -> float:
         """Time of step ``number`` of ``count``; after every so many the anchor is timed, too."""
         step_us = self.once()
-        if self.anchor is not None and (number % self.every == 0 or number == count):
-            if self.together and self.step.barrier:
-                torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
-            self.anchors.append(self.anchor())
-            for _ in range(self.step.steps if number < count and self.every > FEW else 0):
-                self.step.run()
+        if number % self.every == 0 or number == count:
+            self._time_anchor(again=number < count and self.every > FEW)
         return step_us
+
+    def _time_anchor(self, again: bool) -> None:
+        """Time the anchor, where there is one, and run a step ``again`` that is not timed."""
+        if self.anchor is None:
+            return
+        if self.together and self.step.barrier:
+            torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
+        self.anchors.append(self.anchor())
+        for _ in range(self.step.steps if again else 0):
+            self.step.run()
 
     def _memory(self) -> dict[str, int]:
         """Peak memory of the step, on a GPU."""

@@ -8,7 +8,8 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from itercast.capture.base.extensions import function_of
@@ -16,7 +17,14 @@ from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.capture.step import SYNCHRONISED
 from itercast.microbench import store
-from itercast.microbench.iterations.measure import Iteration, measure_iteration
+from itercast.microbench.hardware.machine import memory_bytes, resident_bytes
+from itercast.microbench.iterations.measure import (
+    REPETITIONS,
+    TIME_S,
+    BuiltIteration,
+    Iteration,
+    measure_iteration,
+)
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.processes.watch import EXIT_BROKEN, ending_on_full_disks
@@ -27,12 +35,12 @@ from itercast.microbench.timing.gpu_watch import GpuWatch
 from itercast.microbench.timing.nvml import Nvml, is_throttled
 
 IN_STEP = "in_step"  # the family of profiled iterations
-RETRY_ABOVE = 2.0  # times the shortest anchor: other processes used the CPU, measure again
-TRIES = 3
+MODELS_FRAC = 0.25  # of the memory, for models that take turns
+ALONE = (REPETITIONS, TIME_S)  # steps and seconds at least of an iteration that is measured once,
+VISIT = (2, 0.1)  # and in each of several rounds
 # Seconds that an iteration takes: building it, 15 to 25 steps; torch.compile takes a minute
 NEEDED_S = {"eager": 4.0, "graph": 5.0, "compile": 60.0, "compile+graph": 60.0}
 ALWAYS_MEANT = (("engine", "eager"), ("timing", SYNCHRONISED))
-ANCHOR_SAMPLES = 20  # before the first case, a tenth of a second apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,8 @@ class IterationOrder(Order):
 
     repeat: int
     iterations: tuple[Iteration, ...]
+    rounds: int = 1  # on a CPU; in each, with a repeat of its own, all iterations take turns
+    done: Sequence[str] = ()  # keys of rows that are there
     budget_s: float = math.inf  # no iteration is begun that would exceed it
     in_step: bool = False  # each op of profiled steps is a row, too
     cores: int = 0  # that the process is pinned to; 0: as the machine schedules it
@@ -75,7 +85,7 @@ def iteration_row(order: IterationOrder, iteration: Iteration, measured: Facts) 
 
 
 def run(order: IterationOrder) -> None:
-    """Measure the iterations one after the other; rank 0 journals the rows.
+    """Measure the iterations, on a GPU one after the other; rank 0 journals the rows.
 
     SystemExit where the process cannot use its GPU any more: after a sticky error, or after a CUDA
     graph that failed, as the random generator may stay in capture mode and every dropout fail.
@@ -84,13 +94,20 @@ def run(order: IterationOrder) -> None:
     torch.manual_seed(0)
     if order.cores:
         pin(order.cores, order.lane)
-    rank = 0
     if order.device == "cpu":
         keep_freed_memory()
-    if order.ranks > 1:
-        rank, _ = join_process_group(order.device)
-    cpu = RetryWhenDisturbed(order.ranks) if order.device == "cpu" else None
+    rank = join_process_group(order.device)[0] if order.ranks > 1 else 0
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
+    if order.in_step or order.device == "cuda":
+        _one_by_one(order, journal)
+    else:
+        _in_rounds(order, journal)
+    if order.ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _one_by_one(order: IterationOrder, journal: store.Journal | None) -> None:
+    """Build, measure and free one iteration after the other, within the budget."""
     ops = store.Journal(Path(order.root), f"{order.run_id}-ops") if order.in_step else None
     gpu = SingleGpu() if order.device == "cuda" else None
     end_s = (order.begin_s or time.monotonic()) + order.budget_s
@@ -102,21 +119,53 @@ def run(order: IterationOrder) -> None:
         if ops is not None:
             measured, rows = function_of("profiled_steps", "ops")(order, chosen, iteration)
             ops.append(rows)
-        elif cpu:
-            measured = cpu.measure(chosen, iteration)
         else:
             watch = gpu.watch if gpu else None
             measured = measure_iteration(chosen, iteration, order.device, watch=watch)
         if gpu:
             measured = gpu.after(iteration, measured)
+            measured |= {"cost_s": time.monotonic() - begin_s, "cores": order.cores}
+        measured |= {"hf_config": config.read_text()} if config else {}
         if journal is not None:
-            cost: Row = {"cost_s": time.monotonic() - begin_s, "cores": order.cores} if gpu else {}
-            cost |= {"hf_config": config.read_text()} if config else {}
-            journal.append([iteration_row(order, iteration, measured | cost)])
+            journal.append([iteration_row(order, iteration, measured)])
         if gpu and gpu.broken:
             raise SystemExit(EXIT_BROKEN)
-    if order.ranks > 1:
-        torch.distributed.destroy_process_group()
+
+
+def _in_rounds(order: IterationOrder, journal: store.Journal | None) -> None:
+    """Build as many iterations as there is memory for, and measure them in turn, round by round.
+
+    A shared machine is fast for some seconds and slow for some: iterations that take turns meet
+    both alike, and the median over rounds is that of minutes.
+    """
+    anchor, cores = Anchor().times_us, VirtualCores(order.ranks)
+    waiting = list(order.iterations)
+    while waiting:
+        built = list[tuple[BuiltIteration, Row]]()
+        while waiting and (not built or _has_room(order.ranks)):
+            iteration = waiting.pop(0)
+            config = config_of(order, iteration)
+            facts: Row = {"hf_config": config.read_text()} if config else {}
+            chosen = case_of(config, iteration)
+            built.append((BuiltIteration(chosen, iteration, "cpu", anchor=anchor), facts))
+        for repeat in range(order.repeat, order.repeat + order.rounds):
+            of_round = replace(order, repeat=repeat)
+            cores.settle()
+            for one, facts in built:
+                if iteration_key(of_round, one.iteration) in order.done:
+                    continue
+                measured = one.measure(*(VISIT if order.rounds > 1 else ALONE)) | facts
+                if journal is not None:
+                    journal.append([iteration_row(of_round, one.iteration, measured)])
+        for one, _ in built:
+            one.close()
+
+
+def _has_room(ranks: int) -> bool:
+    """Whether models may be built beside those there; all ranks decide alike."""
+    used = resident_bytes()
+    used = max_over_ranks([used])[0] if ranks > 1 else used
+    return used < MODELS_FRAC * memory_bytes() / ranks
 
 
 def config_of(order: IterationOrder, iteration: Iteration) -> Path | None:
@@ -140,33 +189,6 @@ def pin(cores: int, lane: int) -> None:
         own_cores = sorted(os.sched_getaffinity(0))
         begin = lane * cores % max(1, len(own_cores) - cores + 1)
         os.sched_setaffinity(0, own_cores[begin : begin + cores])
-
-
-class RetryWhenDisturbed:
-    """Measures on a shared CPU; an iteration that other processes disturbed is measured again.
-
-    They are noticed by an anchor, a fixed small job that takes longer beside them.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.anchor, self.cores = Anchor().times_us, VirtualCores(ranks)
-        self.cores.settle()
-        anchors_us = []
-        for _ in range(ANCHOR_SAMPLES):
-            anchors_us.append(self.anchor()["anchor_us"])
-            time.sleep(0.1)
-        least_us = min(anchors_us)
-        self.least_us = max_over_ranks([least_us])[0] if ranks > 1 else least_us
-
-    def measure(self, chosen: EvalCase, iteration: Iteration) -> Row:
-        """The least disturbed of up to three measurements; all ranks decide by the same anchors."""
-        rows: list[Row] = []
-        while len(rows) < TRIES:
-            self.cores.settle()
-            rows.append(measure_iteration(chosen, iteration, "cpu", anchor=self.anchor))
-            if rows[-1]["status"] != "ok" or rows[-1]["anchor_us"] <= RETRY_ABOVE * self.least_us:
-                return rows[-1]
-        return min(rows, key=lambda row: row["anchor_us"])
 
 
 class SingleGpu:
