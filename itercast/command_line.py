@@ -175,7 +175,7 @@ def evaluate(
 
 
 def demo(
-    budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
+    budget: Annotated[str, typer.Option(help="time for the sweep")] = "240s",
 ) -> None:
     """Sweep, train, forecast and compare on this CPU; writes reports/demo."""
     from itercast.commands.demo import run_demo

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from itercast.commands.shared import fit, iterations, log_training, report_table, sweep
+from itercast.commands.shared import (
+    ROUNDS,
+    fit,
+    iterations,
+    log_training,
+    report_table,
+    sweep,
+)
 from itercast.errors import when_stopped
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.evaluation import report_comparison
@@ -15,6 +22,7 @@ from itercast.learners.held_out import has_held_out
 
 RUN = Path("runs/demo")
 TRIALS = 3
+PARTS = [ROUNDS[first : first + 3] for first in range(0, len(ROUNDS), 3)]
 
 
 def run_demo(budget_s: float) -> None:
@@ -27,9 +35,9 @@ def run_demo(budget_s: float) -> None:
     data, bundle, fit_file = RUN / "datasets", RUN / "bundle", RUN / "fit.json"
     rows = measured = 0
     with when_stopped(f"what was measured is in {data}; `itercast demo` goes on"):
-        for half in (0, 1):
-            rows += sweep(data, "cpu", None, budget_s * (half + 1) / 2, 0)
-            measured += iterations(data, "cpu", half=half)
+        for number, rounds in enumerate(PARTS, 1):
+            rows += sweep(data, "cpu", None, budget_s * number / len(PARTS), 0)
+            measured += iterations(data, "cpu", rounds=rounds)
     output().print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
     output().print(
         f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}"

@@ -85,28 +85,28 @@ def iterations(
     names: Sequence[str] | None = None,
     budget_s: float = math.inf,
     devices: int = 1,
-    half: int | None = None,
+    rounds: range = ROUNDS,
 ) -> int:
     """Measure the iterations that a dataset root lacks; returns the number of new rows.
 
     Cases named by ``names``; without them the iterations of a campaign on a GPU, and on a CPU all
-    cases that are measured by default. On a GPU twice, on a CPU in 2 * ROUNDS rounds, in which all
-    take turns, or in one ``half`` (0, 1) of them.
+    cases that are measured by default. On a GPU twice, on a CPU in these ``rounds``, in each of
+    which all take turns.
     """
     from itercast.microbench.iterations.collect import collect_iterations, usual_iterations
     from itercast.microbench.iterations.gpu_list import gpu_iterations
 
     on_gpu = device == "cuda" and not names
     wanted, rows = gpu_iterations() if on_gpu else usual_iterations(names), 0
-    end, rounds = time.monotonic() + budget_s, 1 if device == "cuda" else ROUNDS
-    halves = (0, 1) if half is None else (half,)
+    end = time.monotonic() + budget_s
+    parts = [range(1), range(1, 2)] if device == "cuda" else [rounds]
     with progress_bar() as bar:
-        task = bar.add_task("iterations", total=len(wanted) * rounds * len(halves))
-        for n, part in enumerate(halves):
-            show = partial(_show_completed, bar, task, n * rounds * len(wanted))
-            left_s, first = end - time.monotonic(), part * rounds
+        task = bar.add_task("iterations", total=len(wanted) * sum(map(len, parts)))
+        for part in parts:
+            before, left_s = (part[0] - parts[0][0]) * len(wanted), end - time.monotonic()
+            show = partial(_show_completed, bar, task, before)
             rows += collect_iterations(
-                out, device, wanted, first, show, left_s, devices=devices, rounds=rounds
+                out, device, wanted, part[0], show, left_s, devices=devices, rounds=len(part)
             )
     return rows
 
