@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from itercast.microbench.store import Facts, Row
 
 P = ParamSpec("P")
-ROUNDS = (
+ROUNDS = range(12)  # of iterations that take turns on a CPU
     8  # of iterations on a CPU, twice: at some distance, as the speed of a shared machine drifts
 )
 
