@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 ROUNDS = range(12)  # of iterations that take turns on a CPU
-    8  # of iterations on a CPU, twice: at some distance, as the speed of a shared machine drifts
-)
 
 
 def sweep(
