@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import math
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from itercast.capture.base.extensions import function_of
@@ -19,13 +22,11 @@ from itercast.capture.step import SYNCHRONISED
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import memory_bytes, resident_bytes
 from itercast.microbench.iterations.measure import (
-    REPETITIONS,
-    TIME_S,
     BuiltIteration,
     Iteration,
     measure_iteration,
 )
-from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.processes.ranks import join_process_group
 from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.processes.watch import EXIT_BROKEN, ending_on_full_disks
 from itercast.microbench.store import Facts, Row
@@ -36,8 +37,8 @@ from itercast.microbench.timing.nvml import Nvml, is_throttled
 
 IN_STEP = "in_step"  # the family of profiled iterations
 MODELS_FRAC = 0.25  # of the memory, for models that take turns
-ALONE = (REPETITIONS, TIME_S)  # steps and seconds at least of an iteration that is measured once,
-VISIT = (2, 0.1)  # and in each of several rounds
+VISIT = (2, 0.1)  # steps and seconds, at least, of an iteration in one of several rounds
+TOGETHER = 5  # iterations in one process that take turns
 # Seconds that an iteration takes: building it, 15 to 25 steps; torch.compile takes a minute
 NEEDED_S = {"eager": 4.0, "graph": 5.0, "compile": 60.0, "compile+graph": 60.0}
 ALWAYS_MEANT = (("engine", "eager"), ("timing", SYNCHRONISED))
@@ -98,89 +99,138 @@ def run(order: IterationOrder) -> None:
         keep_freed_memory()
     rank = join_process_group(order.device)[0] if order.ranks > 1 else 0
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
-    if order.in_step or order.device == "cuda":
-        _one_by_one(order, journal)
-    else:
-        _in_rounds(order, journal)
+    (_one_by_one if order.rounds == 1 else _in_rounds)(order, journal)
     if order.ranks > 1:
         torch.distributed.destroy_process_group()
 
 
 def _one_by_one(order: IterationOrder, journal: store.Journal | None) -> None:
-    """Build, measure and free one iteration after the other, within the budget."""
+    """Build, measure and free one iteration after the other, on a GPU within the budget."""
     ops = store.Journal(Path(order.root), f"{order.run_id}-ops") if order.in_step else None
     gpu = SingleGpu() if order.device == "cuda" else None
+    anchor, cores = Anchor().times_us, VirtualCores(order.ranks)
     end_s = (order.begin_s or time.monotonic()) + order.budget_s
     for iteration in order.iterations:
         if gpu and time.monotonic() + NEEDED_S[iteration.engine] > end_s:
             break
-        config, begin_s = config_of(order, iteration), time.monotonic()
-        chosen = case_of(config, iteration)
+        begin_s, (chosen, facts) = time.monotonic(), case_of(order, iteration)
         if ops is not None:
             measured, rows = function_of("profiled_steps", "ops")(order, chosen, iteration)
             ops.append(rows)
+        elif gpu:
+            measured = measure_iteration(chosen, iteration, "cuda", watch=gpu.watch)
         else:
-            watch = gpu.watch if gpu else None
-            measured = measure_iteration(chosen, iteration, order.device, watch=watch)
+            cores.settle()
+            measured = measure_iteration(chosen, iteration, "cpu", anchor=anchor)
         if gpu:
             measured = gpu.after(iteration, measured)
             measured |= {"cost_s": time.monotonic() - begin_s, "cores": order.cores}
-        measured |= {"hf_config": config.read_text()} if config else {}
         if journal is not None:
-            journal.append([iteration_row(order, iteration, measured)])
+            journal.append([iteration_row(order, iteration, measured | facts)])
         if gpu and gpu.broken:
             raise SystemExit(EXIT_BROKEN)
 
 
 def _in_rounds(order: IterationOrder, journal: store.Journal | None) -> None:
-    """Build as many iterations as there is memory for, and measure them in turn, round by round.
+    """Measure all iterations in turn, round by round, as many as there is memory for.
 
     A shared machine is fast for some seconds and slow for some: iterations that take turns meet
     both alike, and the median over rounds is that of minutes.
     """
-    anchor, cores = Anchor().times_us, VirtualCores(order.ranks)
     waiting = list(order.iterations)
     while waiting:
-        built = list[tuple[BuiltIteration, Row]]()
-        while waiting and (not built or _has_room(order.ranks)):
-            iteration = waiting.pop(0)
-            config = config_of(order, iteration)
-            facts: Row = {"hf_config": config.read_text()} if config else {}
-            chosen = case_of(config, iteration)
-            built.append((BuiltIteration(chosen, iteration, "cpu", anchor=anchor), facts))
+        built = list[Built | BuiltApart]()
+        while waiting and (not built or _has_room(order, built)):
+            count = len(waiting) if order.ranks > 1 else TOGETHER
+            some, waiting = waiting[:count], waiting[count:]
+            built.append((Built if order.ranks > 1 else BuiltApart)(order, some))
         for repeat in range(order.repeat, order.repeat + order.rounds):
-            of_round = replace(order, repeat=repeat)
-            cores.settle()
-            for one, facts in built:
-                if iteration_key(of_round, one.iteration) in order.done:
-                    continue
-                measured = one.measure(*(VISIT if order.rounds > 1 else ALONE)) | facts
+            for these in built:
+                rows = these.rows(repeat)
                 if journal is not None:
-                    journal.append([iteration_row(of_round, one.iteration, measured)])
-        for one, _ in built:
+                    journal.append(rows)
+        for these in built:
+            these.close()
+
+
+def _has_room(order: IterationOrder, built: Sequence[Built | BuiltApart]) -> bool:
+    """Whether models may be built beside those there."""
+    return sum(these.memory_bytes for these in built) < MODELS_FRAC * memory_bytes() / order.ranks
+
+
+class Built:
+    """Iterations that are built in this process, to take turns."""
+
+    def __init__(self, order: IterationOrder, iterations: Sequence[Iteration]) -> None:
+        anchor = Anchor().times_us
+        self.order, self.cores = order, VirtualCores(order.ranks)
+        self.built, self.facts = list[BuiltIteration](), list[Row]()
+        for iteration in iterations:
+            chosen, facts = case_of(order, iteration)
+            self.built.append(BuiltIteration(chosen, iteration, "cpu", anchor=anchor))
+            self.facts.append(facts)
+        self.memory_bytes = resident_bytes()
+
+    def rows(self, repeat: int) -> list[Row]:
+        """Measure each once; returns the rows that are not there yet."""
+        order, rows = replace(self.order, repeat=repeat), list[Row]()
+        self.cores.settle()
+        for one, facts in zip(self.built, self.facts, strict=True):
+            if iteration_key(order, one.iteration) not in order.done:
+                rows.append(iteration_row(order, one.iteration, one.measure(*VISIT) | facts))
+        return rows
+
+    def close(self) -> None:
+        """End the last steps, and let go of the models."""
+        for one in self.built:
             one.close()
 
 
-def _has_room(ranks: int) -> bool:
-    """Whether models may be built beside those there; all ranks decide alike."""
-    used = resident_bytes()
-    used = max_over_ranks([used])[0] if ranks > 1 else used
-    return used < MODELS_FRAC * memory_bytes() / ranks
+class BuiltApart:
+    """A few iterations that are built in a fork of this process, which measures them when asked.
+
+    Beside thirty other models in the memory of one process small steps took a fifth longer.
+    """
+
+    def __init__(self, order: IterationOrder, iterations: Sequence[Iteration]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, end = context.Pipe()
+        context.Process(target=_answer, args=(order, iterations, end), daemon=True).start()
+        end.close()
+        self.memory_bytes: float = self.pipe.recv()
+
+    def rows(self, repeat: int) -> list[Row]:
+        """Measure each once; returns the rows. EOFError where the fork has failed."""
+        self.pipe.send(repeat)
+        rows: list[Row] = self.pipe.recv()
+        return rows
+
+    def close(self) -> None:
+        """End the fork."""
+        self.pipe.close()
 
 
-def config_of(order: IterationOrder, iteration: Iteration) -> Path | None:
-    """The file below the root that describes the iteration's model; None for a case's name."""
+def _answer(order: IterationOrder, iterations: Sequence[Iteration], pipe: Connection) -> None:
+    """In a fork: build iterations, tell their memory, and measure them whenever asked."""
+    built = Built(order, iterations)
+    pipe.send(built.memory_bytes)
+    with suppress(EOFError):
+        while True:
+            pipe.send(built.rows(pipe.recv()))
+
+
+def case_of(order: IterationOrder, iteration: Iteration) -> tuple[EvalCase, Row]:
+    """The iteration's case, and its row's column with the configuration of Hugging Face, if any.
+
+    By the case's name, or a file below the root that describes the model.
+    """
     path = Path(order.root) / iteration.case
-    return path if path.suffix == ".json" else None
-
-
-def case_of(config: Path | None, iteration: Iteration) -> EvalCase:
-    """The iteration's case: by its name, or from a configuration of Hugging Face."""
-    if config is None:
-        return case(iteration.case)
+    if path.suffix != ".json":
+        return case(iteration.case), {}
     from itercast.capture.cases.external.huggingface import hf_case  # needs transformers
 
-    return hf_case(config, mode=iteration.mode, loss=iteration.loss, attn=iteration.attn)
+    chosen = hf_case(path, mode=iteration.mode, loss=iteration.loss, attn=iteration.attn)
+    return chosen, {"hf_config": path.read_text()}
 
 
 def pin(cores: int, lane: int) -> None:

@@ -153,7 +153,7 @@ def test_measured_rows_state_phases_and_the_anchor(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_other_work_is_between_short_steps() -> None:
-    """The anchor runs once in a quarter of a second: of steps of 2 ms not beside each."""
+    """The anchor runs before, and once in a quarter of a second: of short steps not beside each."""
     asked, anchors = iteration_of(case("mlp-s")), list[float]()
 
     def anchor() -> dict[str, float]:
@@ -164,7 +164,7 @@ def test_no_other_work_is_between_short_steps() -> None:
     row = measure_iteration(case("mlp-s"), asked, "cpu", anchor=anchor)
     whole_s = time.monotonic() - begin_s  # a busy machine stops between steps
     assert row["samples"] >= 20 and row["anchor_us"] == pytest.approx(5.0)
-    assert 1 <= len(anchors) <= min(row["samples"] / 2, 1 + whole_s / 0.25)
+    assert 2 <= len(anchors) <= min(row["samples"] / 2, 2 + whole_s / 0.25)
 
 
 def test_a_cross_layer_by_hand() -> None:

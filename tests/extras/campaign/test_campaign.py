@@ -144,7 +144,7 @@ def test_a_worker_on_a_cpu_that_aborts_has_failed_unless_all_was_measured(
     fake_process(monkeypatch, [(1, 6)])
     assert rounds.collect_iterations(tmp_path / "all", "cpu", wanted, 0) == 1
     fake_process(monkeypatch, [(0, 6)])
-    with pytest.raises(RuntimeError, match="measuring mlp-s  failed"):
+    with pytest.raises(RuntimeError, match="measuring iterations failed"):
         rounds.collect_iterations(tmp_path / "none", "cpu", wanted, 0)
 
 

@@ -24,7 +24,7 @@ from itercast.microbench.iterations import worker
 from itercast.microbench.iterations.engines import captured_in_graph
 from itercast.microbench.iterations.measure import Iteration, _StepTimer, measure_iteration
 from itercast.microbench.iterations.measured_plan import PlanStep
-from itercast.microbench.iterations.worker import IterationOrder, RetryWhenDisturbed
+from itercast.microbench.iterations.worker import IterationOrder
 from itercast.microbench.ops.memory.fused import Fused, build
 from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.store import read_journal
@@ -32,20 +32,39 @@ from itercast.microbench.timing import gpu_watch
 from itercast.microbench.timing.gpu_watch import GpuWatch
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, *anchors_us: float) -> float:
-    """The anchor of the row that is kept where the least one ever seen is 100 us."""
-    rows: Any = iter([{"status": "ok", "anchor_us": us} for us in anchors_us])
-    monkeypatch.setattr(worker, "ANCHOR_SAMPLES", 1)
-    monkeypatch.setattr(worker, "measure_iteration", lambda *_, **__: next(rows))
-    calm = RetryWhenDisturbed(ranks=1)
-    calm.least_us = 100.0
-    return float(calm.measure(case("mlp-s"), Iteration(case="mlp-s", batch=1))["anchor_us"])
+def order_of(root: Path, batches: tuple[int, ...], **more: Any) -> IterationOrder:
+    """An order to measure an MLP with these batches on a CPU."""
+    asked = tuple(Iteration(case="mlp-s", batch=n) for n in batches)
+    fixed: dict[str, Any] = {"run_id": "run", "device": "cpu", "gpu": "toy", "threads": 1}
+    fixed |= {"ranks": 1, "repeat": 4, "rounds": 2, "iterations": asked}
+    return IterationOrder(root=str(root), **{**fixed, **more})
 
 
-def test_a_disturbed_case_is_measured_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured(monkeypatch, 190.0) == 190.0
-    assert measured(monkeypatch, 2700.0, 120.0) == 120.0
-    assert measured(monkeypatch, 2700.0, 300.0, 400.0) == 300.0
+@pytest.mark.parametrize(
+    ("memory", "turns"),
+    [
+        (1e15, [(1, 4), (2, 4), (3, 4), (1, 5), (2, 5), (3, 5)]),
+        (0.0, [(1, 4), (2, 4), (1, 5), (2, 5), (3, 4), (3, 5)]),  # room for one process
+    ],
+)
+def test_iterations_take_turns_in_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: float, turns: list[tuple[int, int]]
+) -> None:
+    """Two iterations to a process."""
+    monkeypatch.setattr(worker, "memory_bytes", lambda: memory)
+    monkeypatch.setattr(worker, "TOGETHER", 2)
+    worker.run(order_of(tmp_path, (1, 2, 3)))
+    rows = read_journal(tmp_path / ".journal/run.jsonl")
+    assert [(row["batch"], row["repeat"]) for row in rows] == turns
+    assert all(row["samples"] >= 2 and row["anchor_us"] > 0 for row in rows)
+
+
+def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+    order = order_of(tmp_path, (1, 2))
+    done = worker.iteration_key(replace(order, repeat=5), order.iterations[0])
+    worker.run(replace(order, done=(done,)))
+    rows = read_journal(tmp_path / ".journal/run.jsonl")
+    assert [(row["batch"], row["repeat"]) for row in rows] == [(1, 4), (2, 4), (2, 5)]
 
 
 class Driver:
