@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch._C import _ImperativeEngine
 from torch.autograd.variable import Variable
 
 ARGUMENTS = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs")
+LASTING = list[ExitStack]()  # contexts of the wrappers' backwards that run, see ``lasts_longer``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +51,32 @@ def backward_passes(around: Callable[[Backward], AbstractContextManager[None]]) 
                 accumulates=arguments.get("accumulate_grad", True),
                 differentiable=arguments.get("create_graph", False),
             )
-            with around(backward):
+            with ExitStack() as stack:
+                within = torch._C._current_graph_task_id() >= 0  # as recomputation
+                lasting = stack if within or not LASTING else LASTING[-1]
+                lasting.enter_context(around(backward))
                 return engine.run_backward(*args, **kwargs)
 
     with patch.object(Variable, "_execution_engine", Engine()):
         yield
+
+
+def lasts_longer(wrapper: Any) -> None:
+    """Let a backward pass last until the ``backward`` of a model's wrapper returns, if it has one.
+
+    DeepSpeed's sends the last gradients when autograd's engine is done. Lightning's modules, whose
+    forward is replaced, have one that a loop calls.
+    """
+    owns = hasattr(type(wrapper), "backward")
+    if owns and vars(wrapper).keys().isdisjoint(("backward", "forward")):
+        wrapper.backward = partial(_lasting, wrapper.backward)
+
+
+def _lasting(backward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with ExitStack() as stack:
+        LASTING.append(stack)
+        stack.callback(LASTING.pop)
+        return backward(*args, **options)
 
 
 def _tensors(values: Any) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.attempts import Attempt, CapturedRank, KnownRanks, Row
-from itercast.capture.programs.backward import Backward, backward_passes
+from itercast.capture.programs.backward import Backward, backward_passes, lasts_longer
 from itercast.capture.programs.fake_ranks import one_rank_of
 from itercast.capture.programs.gpus.loaded import load_to_devices
 from itercast.capture.programs.gpus.streams import recorded_streams
@@ -41,6 +41,7 @@ from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.fold import folded
 from itercast.capture.programs.repeated.watch import Repeats
+from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
@@ -261,10 +262,13 @@ def _phases(log: ProgramLog) -> Iterator[None]:
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"
+        log.updates += 1
         log.ended("optimizer", optimizer)
 
     def after_forward(module: Any, args: Any, output: Any) -> None:
         if not log.module:
+            if is_wrapper(module):
+                lasts_longer(module)
             log.returned = output
             log.ended("forward", module)
             log.returned = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed._meta_registrations as _meta_registrations
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +63,8 @@ def one_rank_of(
     texts["LOCAL_WORLD_SIZE"] = str(min(8, world_size))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, texts))
+        own_random = random.Random()  # the program's numbers are not drawn to number messages
+        stack.enter_context(patch.object(_meta_registrations, "random", own_random))
         stack.enter_context(_groups_that_send_nothing(world_size, rank, log))
         stack.enter_context(_log_waits_for_handles(log))
         stack.enter_context(_log_resized_storages(log))

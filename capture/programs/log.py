@@ -83,7 +83,7 @@ class ProgramLog(OpLog):
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.host_memory, self.reads_copies = GpuMemory(), False  # what a program keeps there
         self.loaded = GpuMemory()  # batches of DataLoaders
-        self.recomputing, self.points = False, count()
+        self.recomputing, self.points, self.updates = False, count(), 0  # ``updates``: optimizers'
         self.live_bytes = self.peak_bytes = self.least_bytes = 0
         self.measuring = list[Any]()
         self.grouped = False  # whether the program made a process group

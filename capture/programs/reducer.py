@@ -230,7 +230,7 @@ def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any
     """Edges of autograd's graph from which outputs are computed: (node, number of its result).
 
     The search goes from the outputs towards the leaves. It does not go on from nodes whose sequence
-    number is in ``beyond``.
+    number is in ``beyond``, or that stand for a repeated pass of a model.
     """
     seen: dict[tuple[Any, int], None] = {}
     waiting = [(t.grad_fn, t.output_nr) for t in outputs]
@@ -240,7 +240,7 @@ def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any
         if node is None or edge in seen:
             continue
         seen[edge] = None
-        if node._sequence_nr() not in beyond:
+        if node._sequence_nr() not in beyond and not getattr(node, "is_model", False):
             waiting += node.next_functions
     return list(seen)
 

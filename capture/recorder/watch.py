@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,13 +54,17 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
     return ready
 
 
-def attributes(model: torch.nn.Module) -> list[tuple[object, ...]]:
+def attributes(model: torch.nn.Module, counted: Collection[str] = ()) -> list[tuple[object, ...]]:
     """What modules and objects that they hold have as attributes, by identity and length.
 
-    Two results that are equal show that a step between them changed no attribute.
+    Two results that are equal show that a step between them changed no attribute, but maybe those
+    that are ``counted``.
     """
     buffers = torch.nn.Module.buffers  # Megatron's wrappers have a list of this name
-    held = [(*vars(m).values(), *buffers(m, recurse=False)) for m in model.modules()]
+    held = [
+        (*(v for n, v in vars(m).items() if n not in counted), *buffers(m, recurse=False))
+        for m in model.modules()
+    ]
     plain = (v for values in held for v in values if hasattr(v, "__dict__"))
     helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
     held += [tuple(vars(v).values()) for v in helpers]

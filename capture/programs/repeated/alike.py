@@ -6,7 +6,7 @@ does more where its number is a multiple of four holds the same as its neighbour
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dis import get_instructions
 from types import FunctionType
@@ -33,6 +33,7 @@ COMPUTED = frozenset(  # what code does next to a number that it computes with, 
         *("TO_BOOL", "UNARY_NOT", "POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE"),
     )
 )
+OF_TORCH = ("torch.distributed.tensor",)  # whose hooks do the same in each pass
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -62,12 +63,15 @@ class Layer:
 class Model:
     """A model that runs by itself or in a wrapper (DDP...), of which ``outermost`` is outermost.
 
-    ``kinds``: what was seen of its last passes that were given the same.
+    ``kinds``: what was seen of its last passes that were given the same. ``library``: that of a
+    wrapper with a ``backward`` of its own, whose hooks are part of each pass: DeepSpeed's gather
+    parameters, free them, and send gradients on, so that each pass leaves all as it found it.
     """
 
     model: Any
     outermost: Any
     kinds: list[Any]
+    library: str = ""
     runs = True  # until its backward was seen, too
 
     def held(self, graph: bool = True) -> Any:
@@ -76,29 +80,44 @@ class Model:
         Attributes by identity, and where backward follows (``graph``) gradients: passes that make
         or replace some are not repeated.
         """
-        parameters, inner = list(self.model.parameters()), list(self.model.modules())[1:]
-        if hooked(inner) or (graph and any(map(_hooked, parameters))):
+        parameters, modules = list(self.model.parameters()), list(self.model.modules())
+        others = hooked(modules[1:]) or (graph and any(map(_hooked, parameters)))
+        if (others and not self.library) or (graph and not self.model.training):
             return None
-        if graph:
-            return (attributes(self.outermost), self.gradients()) if self.model.training else None
-        return attributes(self.outermost), [facts[:-1] for facts in self.gradients()]
+        held = attributes(self.outermost)
+        if self.library:
+            held = attributes(self.model, _counters(modules))
+        return held, self.gradients() if graph else [facts[:-1] for facts in self.gradients()]
 
     def gradients(self) -> list[tuple[int, bool, torch.dtype, int, int]]:
-        """Of each parameter its id, whether it trains, its dtype, its memory, its gradient's id."""
+        """Of each parameter its id, whether it trains, its dtype, its memory, its gradient's id.
+
+        Of memory that is gathered and freed, its size.
+        """
+        parameters = list(self.model.parameters())
+        memory = [below_transforms(p).untyped_storage() for p in parameters]
+        facts = [m.nbytes() if self.library else m._cdata for m in memory]
         return [
-            (
-                id(p),
-                p.requires_grad,
-                p.dtype,
-                below_transforms(p).untyped_storage()._cdata,
-                id(p.grad),
-            )
-            for p in self.model.parameters()
+            (id(p), p.requires_grad, p.dtype, fact, id(p.grad))
+            for p, fact in zip(parameters, facts, strict=True)
         ]
 
     def takes(self, trained: Sequence[torch.Tensor]) -> bool:
         """Whether it may be repeated: no graph goes on outside it, towards its inputs."""
         return not trained
+
+
+def _counters(modules: Sequence[torch.nn.Module]) -> set[str]:
+    """Names of integers that no method of the modules names: a library counts calls in them."""
+    functions = _functions({cls for module in modules for cls in type(module).__mro__})
+    named = {name for function in functions for name in function.__code__.co_names}
+    return {n for m in modules for n, value in vars(m).items() if type(value) is int} - named
+
+
+def _functions(classes: Iterable[type]) -> list[FunctionType]:
+    """The functions of classes other than ``torch.nn.Module``."""
+    own = [cls for cls in classes if not cls.__module__.startswith("torch.nn.modules.module")]
+    return [f for cls in own for f in vars(cls).values() if isinstance(f, FunctionType)]
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[tuple[int, Layer]]:
@@ -129,9 +148,7 @@ def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:
         if type(value) is int and vars(next_module).get(name) == value + 1
     }
     classes = {cls for module in first for cls in type(module).__mro__}
-    own = [cls for cls in classes if not cls.__module__.startswith("torch.nn.modules.module")]
-    functions = [f for cls in own for f in vars(cls).values() if isinstance(f, FunctionType)]
-    return bool(counters) and any(_computes_with(f, counters) for f in functions)
+    return bool(counters) and any(_computes_with(f, counters) for f in _functions(classes))
 
 
 def _computes_with(function: FunctionType, names: set[str]) -> bool:
@@ -157,11 +174,12 @@ def uses_arguments_alone(hook: Any) -> bool:
     return OUTSIDE.isdisjoint(step.opname for step in get_instructions(hook))
 
 
-def hooked(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether modules have hooks that may do anything; those of tensor parallelism do not."""
+def hooked(modules: Sequence[torch.nn.Module], known: tuple[str, ...] = OF_TORCH) -> bool:
+    """Whether modules have hooks that may do anything; those of ``known`` packages do not."""
     hooks = [hook for m in modules for name in FORWARD_HOOKS for hook in getattr(m, name).values()]
     backward = any(getattr(module, name) for module in modules for name in BACKWARD_HOOKS)
-    return backward or not all(_of_torch(hook) or uses_arguments_alone(hook) for hook in hooks)
+    others = (h for h in hooks if not str(getattr(h, "__module__", "")).startswith(known))
+    return backward or not all(map(uses_arguments_alone, others))
 
 
 def _hooked(parameter: Any) -> bool:
@@ -170,11 +188,6 @@ def _hooked(parameter: Any) -> bool:
     return bool(parameter._backward_hooks) or not all(
         isinstance(getattr(hook, "__self__", None), Reducer) for hook in after
     )
-
-
-def _of_torch(hook: Any) -> bool:
-    """Whether a hook is one of torch's tensor parallelism."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor")
 
 
 def _held(layers: Sequence[torch.nn.Module], at: int) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from itercast.capture.opcall import OpCall, changed
+from itercast.capture.programs.backward import LASTING
 from itercast.capture.programs.gpus.devices import parts
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import HOST_WAIT, RECORD, WAIT
@@ -205,10 +206,11 @@ class Repeated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trained: Any, repetition: Repetition, *parameters: Any) -> Any:  # type: ignore[override]
-        """The outputs; ``trained``: a layer's input, or a parameter of a model."""
+        """The outputs; ``trained``: a layer's input, or for a model a tensor that gets nothing."""
         ctx.again, outputs = repetition, repetition.forward()
         of_layer = () if parameters else repetition.inputs.parameters
         ctx.reaches = {id(p): p for p in of_layer} | repetition.kind.reaches
+        ctx.is_model = repetition.inputs.trained is None
         ctx.mark_non_differentiable(*(t for t, form in outputs if not form.trains))
         ctx.set_materialize_grads(False)
         return tuple(t for t, _ in outputs)
@@ -240,7 +242,10 @@ class Repetition:
         if trained is not None:
             node: Any = trained.grad_fn
             node.register_prehook(partial(_check_alone, log, self.sent, trained.output_nr))
-        source = next(iter(self.kind.reaches.values()), trained)
+        source = trained
+        if self.kind.reaches:
+            with unlogged(log):
+                source = torch.empty(()).requires_grad_()  # no parameter: these have hooks
         parameters = inputs.parameters if self.kind.watched else ()
         made_by = self.numbers.of(self.kind.compiled, COMPILED)
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
@@ -291,8 +296,15 @@ class Repetition:
         self._launch(launched, of_parameters)
         of_input = self._new_tensor(result[0], launched.numbers[1]) if result else None
         self.sent += [log.storage(of_input)] if result else []
+        if LASTING and self.inputs.trained is None:
+            LASTING[-1].callback(self._end_here, len(log.calls), dict(log.host))
         del self.inputs
         return of_input, of_parameters
+
+    def _end_here(self, end: int, host: dict[str, int]) -> None:
+        """Drop what a wrapper's ``backward`` launched after this pass, as that is repeated, too."""
+        del self.log.calls[end:]
+        self.log.host = host
 
     def _launch(self, launched: Launched, gradients: list[Any] | None = None) -> None:
         """Log the calls and host events again; gradients of parameters are put into the list."""

@@ -130,7 +130,7 @@ class ModelPass(Recording):
     def watch(self, model: Model, outputs: Sequence[Any], first_node: int) -> None:
         """Note what tells that a backward comes to this pass."""
         self._forward_ran(next(t for t in outputs if t.grad_fn is not None))
-        self.model, self.gradients = model, model.gradients()
+        self.model = model
         self.nodes = range(first_node, next_node())
         self.ends = [
             (t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in outputs
@@ -147,6 +147,7 @@ class ModelPass(Recording):
         if len(entered) != 1 or entered[0][1] not in self.ends:
             return False
         added = {id(node.variable) for node, _ in reached_nodes if hasattr(node, "variable")}
+        added |= {p for node, _ in reached_nodes for p in getattr(node, "reaches", ())}
         older = any(number < self.nodes.start for _, (number, _) in reached_nodes)
         if older or added & self.kind.reaches.keys():
             return False
@@ -157,7 +158,8 @@ class ModelPass(Recording):
 
     def leave(self) -> None:
         """Keep what was launched when backward is over, if gradients are still the same tensors."""
-        if self.gradients == self.model.gradients():
+        _, gradients = self.kind.key[0]
+        if gradients == self.model.gradients():
             self.end()
 
 

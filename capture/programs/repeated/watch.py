@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten
 from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import reached
-from itercast.capture.programs.repeated.alike import Layer, Model, layers_of
+from itercast.capture.programs.repeated.alike import OF_TORCH, Layer, Model, hooked, layers_of
 from itercast.capture.programs.repeated.fold import again
 from itercast.capture.programs.repeated.forms import Form, UnlikeError, form_of
 from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
@@ -43,7 +43,8 @@ from itercast.capture.programs.trained.bare import is_wrapper
 class Repeats:
     """Watches the models that a program trains, and their layers, and repeats passes of them.
 
-    ``kinds``: by the id of a model, with or without gradients, what was seen of its passes;
+    ``kinds``: by the id of a model, the library whose hooks it has, with or without gradients, and
+    whether an optimizer has stepped just before, what was seen of its passes;
     ``layers``: by the id of a layer how it is told from others, of models that this step
     ``looked_in``. ``open``: passes whose backward has not run. ``kept``: of each repetition what
     frees its memory, alive until its backward. ``cast``: whether modules were repeated without
@@ -53,12 +54,13 @@ class Repeats:
 
     def __init__(self, log: ProgramLog) -> None:
         self.log, self.calls, self.inside = log, log.calls, False
-        self.kinds = dict[tuple[int, bool], list[Kind]]()
+        self.kinds = dict[Any, list[Kind]]()
         self.layers, self.looked_in = dict[int, Layer](), set[int]()
         self.open = list[ModelPass]()
         self.kept: list[weakref.finalize[Any, Any]] = []
         self.cast = dict[int, bool]()
         self.wrapper: torch.nn.Module | None = None
+        self.updates = dict[int, int]()  # by id of a model: optimizers' steps before its last pass
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -121,7 +123,7 @@ class Repeats:
         finally:
             self.wrapper = before
 
-    def _run_model(self, model: Any, run: Callable[[], Any]) -> Any:
+    def _run_model(self, model: Any, run: partial[Any]) -> Any:
         """Run a model; what was seen of its layers in an earlier step is forgotten."""
         if self.calls is not self.log.calls:
             self.calls, self.layers, self.looked_in = self.log.calls, {}, set()
@@ -129,12 +131,21 @@ class Repeats:
             self.looked_in.add(id(model))
             self.layers |= layers_of(model)
         outermost = model if self.wrapper is None else self.wrapper
-        self.log.calls.append(again(int(torch.is_grad_enabled())))
+        graph, library = torch.is_grad_enabled(), _hooking_library(outermost, model)
+        self.log.calls.append(again(int(graph)))
+        begins = bool(library) and self.log.updates != self.updates.get(id(model))
+        key = id(model), library, graph, begins
+        self.updates[id(model)] = self.log.updates
+        if not (graph and library):  # what its hooks gather next depends on what ran before
+            self.kinds = {k: v for k, v in self.kinds.items() if k[0] != id(model) or not k[1]}
+        kinds = self.kinds.setdefault(key, [])
+        place = Model(model=model, outermost=outermost, kinds=kinds, library=library)
         self.inside = True
         try:
-            kinds = self.kinds.setdefault((id(model), torch.is_grad_enabled()), [])
-            place = Model(model=model, outermost=outermost, kinds=kinds)
-            return self._run(model, place, run)
+            if not library:
+                return self._run(model, place, run)
+            call, args = partial(run.func, model), run.args[1:]
+            return self._forward(model, place, call, *args, **run.keywords)
         finally:
             self.inside = False
 
@@ -180,7 +191,8 @@ class Repeats:
         graph = torch.is_grad_enabled()
         graph = graph and bool(trained or any(p.requires_grad for p in module.parameters()))
         trained = trained if graph else []
-        on_gpu = isinstance(place, Model) or not log.host_memory
+        whole = isinstance(place, Model) and not place.library
+        on_gpu = whole or not log.host_memory
         may_repeat = None not in forms and on_gpu and (place.takes(trained) or not graph)
         held = place.held(graph) if may_repeat else None
         if held is None:
@@ -256,12 +268,19 @@ class Repeats:
         if not graph:
             if is_same and not any(t.requires_grad for t in tensors):
                 kind.note("forward", forward)
-        elif isinstance(place, Model) and trained and not watched(log, trained):
+        elif isinstance(place, Model) and trained and (place.library or not watched(log, trained)):
             self.open.append(ModelPass(log, kind, forward, names))
             self.open[-1].watch(place, tensors, first_node)
         elif isinstance(place, Layer) and len(trained) == 1 and is_same:
             LayerPass(log, kind, forward, names).watch(inputs, trained[0], first_node)
         return output
+
+
+def _hooking_library(wrapper: Any, model: torch.nn.Module) -> str:
+    """The package of a wrapper with a ``backward`` of its own and all hooks inside; else ""."""
+    package, modules = type(wrapper).__module__.split(".")[0], list(model.modules())
+    all_hooks = hooked(modules) and not hooked(modules, (package, *OF_TORCH))
+    return package if "backward" in vars(wrapper) and all_hooks else ""
 
 
 def _kind(place: Layer | Model, key: Any, numbers: Sequence[Any]) -> Kind:
