@@ -16,7 +16,7 @@ from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import spread_of, stated
 
 KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical")
-LATER = ("measured", "nearest", "seen")  # keys of since 0.24 and 0.37, and of 0.35 and 0.36 alone
+LATER = ("measured", "seen")  # keys that files of before versions 0.24 and 0.35 lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class KnownMachine:
             "covariance": [list(row) for row in self.machine.covariance],
             "typical": stated(self.machine.typical),
             "measured": list(self.machine.measured),
-            "nearest": self.machine.nearest,
+            "seen": list(self.machine.seen),
         }
         head = "# Written by itercast calibrate --iterations. Mean and covariance of log factors: "
         return f"{head}{', '.join(NAMES)}, then of models.\n" + yaml.safe_dump(facts)
@@ -59,11 +59,11 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
     """The machine of a file's content; ValueError where its numbers are no distribution."""
     models, mean = tuple(map(str, facts["models"])), np.array(facts["mean"], dtype=float)
     covariance = np.array(facts["covariance"], dtype=float)
-    size, nearest = len(NAMES) + len(models), float(facts.get("nearest", 1.0))
+    size, seen = len(NAMES) + len(models), np.array(facts.get("seen", (0, 0)), dtype=float)
     if mean.shape != (size,) or covariance.shape != (size, size):
         raise ValueError(f"mean and covariance are of {size} numbers, factors and models")
-    if not all(np.isfinite(found).all() for found in (mean, covariance)) or not nearest >= 0:
-        raise ValueError("mean and covariance are finite numbers, nearest is one from 0")
+    if not all(np.isfinite(found).all() for found in (mean, covariance, seen)) or seen.min() < 0:
+        raise ValueError("mean, covariance and seen are finite numbers, seen from 0")
     if np.linalg.eigvalsh(covariance).min() < -1e-9 or not np.allclose(covariance, covariance.T):
         raise ValueError("covariance is none: it has a negative variance, or is not symmetric")
     machine = Machine(
@@ -72,7 +72,7 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
         covariance=tuple(map(tuple, covariance.tolist())),
         models=models,
         measured=tuple(map(str, facts.get("measured", ()))),
-        nearest=nearest,
+        seen=(int(seen[0]), float(seen[1])),
     )
     return KnownMachine(
         gpu=str(facts["gpu"]), machine=machine, anchors=tuple(map(str, facts["anchors"]))

@@ -8,11 +8,10 @@ Between machines log factors x differ by a spread, fitted over sources of measur
 with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. Jointly they have a multivariate t
-distribution with ``FREEDOM`` degrees: machines differ in how far all of this is spread. Anchors
-tell of factors as under a normal distribution; the one nearest to its forecast, z deviations of a
-new machine off it, tells of the spread: deviations are sqrt((FREEDOM + z**2) / (FREEDOM + 1)) times
-as large, at most as without anchors. One more anchor lowers z or leaves it, and lowers the normal
-distribution's variances, so that none widens an interval, in whichever order they are told.
+distribution with ``FREEDOM`` degrees: machines differ in how far all of this is spread. So anchors
+tell of factors as under a normal distribution, and of the spread, by how far they are from what was
+expected: deviations after n anchors are sqrt((FREEDOM + d) / (FREEDOM + n)) times as large, d the
+sum of squares of their standardised deviations. None is larger than without anchors.
 
 ``share`` is 1 for a whole step. A step that was measured in parts (messages that compute waits for,
 the rest) is an anchor for each part, with its share of ``model`` and of the variance of ``row``, so
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, hypot, inf, sqrt
+from math import exp, hypot, sqrt
 from operator import mul
 
 import numpy as np
@@ -49,11 +48,6 @@ class Spread:
     row: float
     deviates: float = DEVIATES
 
-    def deviation(self, sensitivity: Sequence[float], share: float = 1.0) -> float:
-        """Standard deviation of the log time of a step, or of an anchor, on a new machine."""
-        factors = map(mul, sensitivity, self.spread)
-        return hypot(*factors, share * self.model, sqrt(share) * self.row)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
@@ -75,7 +69,7 @@ class Machine:
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
     ``measured``: runs that were measured, by ``itercast.extras.anchors.infer_machine.run_name``.
-    ``nearest``: z**2 of the anchor that is nearest to its forecast; infinite without anchors.
+    ``seen``: how many anchors it was told, and the sum of squares of their standardised deviations.
     """
 
     typical: Spread
@@ -83,7 +77,7 @@ class Machine:
     covariance: tuple[tuple[float, ...], ...]
     models: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
-    nearest: float = inf
+    seen: tuple[int, float] = (0, 0.0)
 
     @classmethod
     def new(cls, typical: Spread) -> Machine:
@@ -100,11 +94,11 @@ class Machine:
 
     def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:
         """Standard deviation of the log time of a step of ``model``; ``sensitivity``: J."""
-        machine = self._with(model)
+        machine, usual = self._with(model), self.typical
         direction = machine._direction(sensitivity, model)
-        variance = float(direction @ np.array(machine.covariance) @ direction)
-        told = sqrt(variance + self.typical.row**2) * widening(self.nearest)
-        return min(self.typical.deviation(sensitivity), told)
+        variance = float(direction @ np.array(machine.covariance) @ direction) + usual.row**2
+        untold = hypot(*map(mul, sensitivity, usual.spread), usual.model, usual.row)
+        return min(untold, sqrt(variance) * widening(*self.seen))
 
     def half_width(
         self, sensitivity: Sequence[float], model: str = "", other: float = 0.0
@@ -154,22 +148,22 @@ class Machine:
         variance = direction @ covariance @ direction + anchor.share * self.typical.row**2
         gain, off = covariance @ direction / variance, float(anchor.log_ratio - direction @ mean)
         narrowed = _rows(covariance - np.outer(gain, direction @ covariance))
-        mean, usual = mean + gain * off, self.typical.deviation(anchor.sensitivity, anchor.share)
-        nearest = min(self.nearest, (anchor.log_ratio / usual) ** 2)
-        return replace(self, mean=tuple(mean.tolist()), covariance=narrowed, nearest=nearest)
+        seen = (self.seen[0] + 1, self.seen[1] + off**2 / float(variance))
+        mean = mean + gain * off
+        return replace(self, mean=tuple(mean.tolist()), covariance=narrowed, seen=seen)
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         index = NAMES.index(name)
-        told = sqrt(max(0.0, self.covariance[index][index])) * widening(self.nearest)
+        told = sqrt(max(0.0, self.covariance[index][index])) * widening(*self.seen)
         half_width = self.typical.deviates * min(self.typical.spread[index], told)
         log = self.mean[index]
         return exp(log), exp(log - half_width), exp(log + half_width)
 
 
-def widening(nearest: float) -> float:
-    """By how much deviations are larger than a normal distribution's (``Machine.nearest``)."""
-    return sqrt((FREEDOM + nearest) / (FREEDOM + 1))
+def widening(anchors: int, squares: float) -> float:
+    """By how much deviations are larger than those of a normal distribution (``Machine.seen``)."""
+    return sqrt((FREEDOM + squares) / (FREEDOM + anchors))
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:

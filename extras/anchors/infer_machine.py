@@ -257,12 +257,11 @@ def next_run(step: StepCapture, target: Target) -> str:
         if run_name(step, cheaper) in machine.measured:
             continue
         try:
-            parts = tuple(forecast_step(step, cheaper).parts_frac.values())
+            parts = forecast_step(step, cheaper).parts_frac
         except ValueError:  # it does not run on so few
             continue
-        usual = machine.typical.deviation(parts)  # it may take any time
-        anchor = Anchor(model=target.model, sensitivity=parts, log_ratio=usual)
-        after = machine.updated([anchor])
+        anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
+        after = replace(machine.updated([anchor]), seen=machine.seen)  # it may take any time
         widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
     if not widths:
         return ""

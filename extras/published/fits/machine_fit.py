@@ -168,6 +168,6 @@ def _posterior(
     shared, told = covariance[np.ix_(rest, anchors)], covariance[np.ix_(anchors, anchors)]
     gain = np.linalg.solve(told, shared.T).T
     left = variance[rest] - (gain * shared).sum(axis=1)
-    wide = widening(float(min(y[anchors] ** 2 / variance[anchors], default=np.inf)))
+    wide = widening(len(anchors), float(y[anchors] @ np.linalg.solve(told, y[anchors])))
     deviation = np.sqrt(np.minimum(variance[rest], left * wide**2))
     return np.column_stack([y[rest] - gain @ y[anchors], deviation])
