@@ -96,12 +96,18 @@ def loop_test(file: str, line: int) -> int:
 @cache
 def _conditions(file: str) -> list[ast.Assert | ast.If | ast.While]:
     """The checks in a file of Python, ``assert`` and ``if`` that only raises, and its loops."""
+    kinds, nodes = ast.Assert | ast.While | ast.If, ast.walk(syntax_tree(file))
+    checks = (node for node in nodes if isinstance(node, kinds))
+    return [node for node in checks if not isinstance(node, ast.If) or _only_raises(node)]
+
+
+@cache
+def syntax_tree(file: str) -> ast.Module:
+    """The syntax tree of a file, empty for one that is no Python."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return []
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If | ast.While)]
-    return [node for node in nodes if not isinstance(node, ast.If) or _only_raises(node)]
+        return ast.Module([], [])
 
 
 def _only_raises(node: ast.If) -> bool:

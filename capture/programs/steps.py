@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -22,6 +22,7 @@ from itercast.capture.programs.repeated.evaluations import (
     Evaluations,
     Inference,
     Lines,
+    calls_training,
     in_one_loop,
     learned_from,
 )
@@ -35,6 +36,7 @@ LONGEST = 20  # times the steps asked for, within which what an iteration runs o
 WAITED = 1000
 AVERAGES = -1  # no kind: updates of most weights that not each step makes, as a moving average's
 NOT_LOADED = "no DataLoader makes its input: the time that this takes is not in the step"
+NOT_REACHED = "training that the script calls was not reached: a longer --limit waits for it"
 UPDATES = 0  # no id of an optimizer, but a key beside them in ``Step.stepped``
 
 Place = tuple[int, Lines]  # the index in KINDS of what ended, and where
@@ -100,8 +102,7 @@ class Steps:
         patience_s: float,
         on_gpu: bool,
     ) -> None:
-        self.on_gpu = on_gpu
-        self.late_s = time.monotonic() + patience_s
+        self.on_gpu, self.late_s = on_gpu, time.monotonic() + patience_s
         self.wanted, self.log, self.taken = wanted, log, taken
         self.lines, self.quoted, self.evaluations = lines, quoted, evaluations
         self.kind, self.ends = 0, Counter[Hashable]()
@@ -152,11 +153,10 @@ class Steps:
 
     def trains_later(self) -> bool:
         """Whether a step of an optimizer comes before the iteration that is kept."""
-        if KINDS[self.kind] == "optimizer":
-            return self.done < self.wanted - 1
-        if self.kind == 0 and not self.has_optimizer:
-            self.has_optimizer = bool(_optimizers(self.older))
-        return self.kind == 0 and self.has_optimizer
+        if self.kind:
+            return KINDS[self.kind] == "optimizer" and self.done < self.wanted - 1
+        self.has_optimizer = self.has_optimizer or bool(_optimizers(self.older))
+        return self.has_optimizer
 
     def end(self, kind: str, owner: Any) -> None:
         """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
@@ -281,8 +281,10 @@ class Steps:
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = 1 if kind == "update" else PATIENCE
             begun = self.log.gpu_memory.ops or not self.on_gpu  # before, it prepares its data
-            done = bool(begun) and self.done >= times * self.wanted
-            self.enough = done and not _optimizers(self.older)
+            if begun and self.done >= times * self.wanted and not _optimizers(self.older):
+                later = kind == "forward" and calls_training(self.lines())
+                self.enough = not later or time.monotonic() > self.late_s
+                self.notes += [NOT_REACHED] * (later and self.enough)
         if self.enough:
             raise EnoughSteps
 
@@ -388,11 +390,9 @@ def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:
     return [x for x in compress(alive, are_optimizers) if x not in older]
 
 
-def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
     """A class and all that inherit from it."""
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _with_subclasses(subclass)
+    return [kind, *chain.from_iterable(map(_with_subclasses, kind.__subclasses__()))]
 
 
 def _trained_by(optimizer: Any) -> set[int]:

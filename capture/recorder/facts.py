@@ -26,7 +26,8 @@ from itercast.capture.opcall import Args, Argument, Kwargs
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
 
 FILLED_LIMIT = 2**20  # elements of one of floats, or that the program filled with a number
-NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1, "empty": 0}  # what ops fill a tensor with
+# What ops fill a tensor with; one that is drawn is the mean.
+NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1, "empty": 0, "rand": 0.5, "uniform_": 0.5}
 GIVEN = ("full", "fill_", "scalar_tensor")  # with their last argument
 ORDERS = {"gt": gt, "ge": ge, "lt": lt, "le": le}
 AND, OR = ("bitwise_and", "logical_and", "mul"), ("bitwise_or", "logical_or")
@@ -241,9 +242,11 @@ def _fills(name: str) -> str:
 
 
 def filled(name: str, args: Args, output: Argument) -> Tensor | None:
-    """The values of a small tensor that an op fills with one number; None for other ops."""
+    """The values of a small tensor that an op fills with a number; None for others, many floats."""
     kind = _fills(name)
     number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
+    if kind == "uniform_":  # from 0 to 1 where nothing is given
+        number = sum((*args[1:], *(0.0, 1.0)[len(args) - 1 :])) / 2
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
     if small and kind == "empty":  # whose parts a program fills; until then any number is right
         small = name != "empty_like" and not output.is_floating_point()

@@ -127,11 +127,12 @@ def _variable(variables: Any, name: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    """A digest of a file's content, or of a large one's and a folder's size and time."""
+    """A digest of a file's content or of a folder's names; the size and time of large ones."""
     try:
         facts = path.stat()
-        if path.is_dir() or facts.st_size > SMALL_BYTES:
+        if facts.st_size > SMALL_BYTES:
             return f"{facts.st_size} bytes at {facts.st_mtime_ns}"
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        data = repr(sorted(os.listdir(path))).encode() if path.is_dir() else path.read_bytes()
+        return hashlib.sha256(data).hexdigest()[:16]
     except (OSError, ValueError):
         return ""

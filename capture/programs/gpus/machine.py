@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.devices import GeneratorOnCpu, stay, tensors_on_gpus
@@ -41,9 +42,8 @@ def gpus_that_are_not_there(
         stack.enter_context(patch.multiple(torch.cuda, create=True, **fakes))
         random = {name: value for name, value in fakes.items() if hasattr(torch.cuda.random, name)}
         stack.enter_context(patch.multiple(torch.cuda.random, **random))
-        stack.enter_context(
-            patch.multiple(torch.accelerator, create=True, **_accelerator(fakes, local_rank))
-        )
+        accelerator = _accelerator(fakes, local_rank)
+        stack.enter_context(patch.multiple(torch.accelerator, create=True, **accelerator))
         stack.enter_context(patch.multiple(torch._C, create=True, **_only_in_cuda_builds()))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
         stack.enter_context(patch.object(torch.cuda.nvtx, "_nvtx", Library()))
@@ -58,6 +58,7 @@ def gpus_that_are_not_there(
         stack.enter_context(host_memory(log))
         cpu_count = os.cpu_count  # by which scripts choose how many workers a DataLoader has
         stack.enter_context(patch.object(os, "cpu_count", lambda: gpu.host_cores or cpu_count()))
+        stack.enter_context(patch.object(DataLoader, "check_worker_number_rationality", stay))
         yield
 
 
@@ -315,6 +316,7 @@ def _collectives_as_on_gpus() -> Iterator[None]:
         patch.object(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
         patch.object(torch.nn.DataParallel, "forward", _data_parallel),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
+        patch.object(fsdp, "_check_module_states_for_sync_module_states", _answering(None)),
         patch.multiple(dist, **functions),
     ):
         yield

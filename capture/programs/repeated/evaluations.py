@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import linecache
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from itercast.capture.base.user_errors import syntax_tree
 from itercast.capture.opcall import OpCall
 
 PASSES = 2  # of a loop that run
 TRAINING = {"backward", "zero_grad"}  # methods
+TRAINS = re.compile("(?<!pre)train|^fit|backward")  # in the name of a function that trains
 
 Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
 
@@ -53,7 +55,7 @@ class Evaluations:
         """Whether a loop trains: it was seen to, or calls methods that only training does."""
         file, lines = frame.f_code.co_filename, range(loop.lineno, (loop.end_lineno or 0) + 1)
         seen = any(name == file and line in lines for name, line in self.training)
-        return seen or not TRAINING.isdisjoint(_methods(loop))
+        return seen or not TRAINING.isdisjoint(_called(loop))
 
     def _loop(self, frame: FrameType | None) -> tuple[FrameType | None, ast.stmt | None]:
         """The innermost frame outside torch that runs a loop, and that loop."""
@@ -69,15 +71,9 @@ class Evaluations:
 
 
 @cache
-def _tree(file: str) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse("".join(linecache.getlines(file)))
-
-
-@cache
 def loops(file: str) -> list[ast.For | ast.While]:
     """The loops in a file's code."""
-    return [node for node in ast.walk(_tree(file)) if isinstance(node, ast.For | ast.While)]
+    return [node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.For | ast.While)]
 
 
 def in_one_loop(place: Lines, other: Lines) -> bool:
@@ -94,15 +90,23 @@ def in_one_loop(place: Lines, other: Lines) -> bool:
     return False
 
 
+def calls_training(lines: Lines) -> bool:
+    """Whether the script calls what is named as training is, below the first of its own lines."""
+    file = lines[0][0] if lines else ""
+    first = min((line for name, line in lines if name == file), default=0)
+    return any(map(TRAINS.search, _called(syntax_tree(file), first)))
+
+
 @cache
-def _methods(loop: ast.For) -> set[str]:
-    """Names of methods that a loop calls."""
-    return {node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
+def _called(part: ast.AST, after: int = 0) -> set[str]:
+    """Names of the functions and methods that a part of a program calls below a line."""
+    calls = (x.func for x in ast.walk(part) if isinstance(x, ast.Call) and x.lineno > after)
+    return {getattr(called, "attr", getattr(called, "id", "")) for called in calls}
 
 
 def _after(file: str, loop: ast.stmt) -> int:
     """The line of the statement that follows a loop in its block; 0 for none."""
-    blocks = (block for node in ast.walk(_tree(file)) for block in vars(node).values())
+    blocks = (block for node in ast.walk(syntax_tree(file)) for block in vars(node).values())
     for block in blocks:
         if isinstance(block, list) and loop in block[:-1]:
             return int(block[block.index(loop) + 1].lineno)

@@ -604,7 +604,7 @@ for targets in loaded:
             filled += int(n)
     assert rows.shape == (4, 3, 2) and filled == 6
     assert (targets[:, 1:] > 0.5).sum() == 6
-    targets[:, 1:] *= torch.rand((), device="cuda")
+    targets[:, 1:] *= torch.randn((), device="cuda")
     assert (targets[:, 1:] > 0.9).sum() == 6
     model(rows).sum().backward()
     optimizer.step()

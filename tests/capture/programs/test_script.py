@@ -1,5 +1,6 @@
 """Unchanged training scripts run as one rank on GPUs that are not there, or are refused."""
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.capture.input.timers import batch_size
+from itercast.capture.programs.gpus.asked import Answers, Asked
 from itercast.capture.programs.program import COLLECTIVE, HOST_COPY, read_program, write_program
 from itercast.capture.programs.script import Script, capture_script
 from itercast.compose.programs.forecast import forecast_program
@@ -159,6 +161,26 @@ def test_random_places_of_data_that_the_host_reads(tmp_path: Path) -> None:
     assert ops[ITEM] == 1 and ops["aten.mm.default"] == 1
 
 
+CHOSEN = """
+import torch
+sizes, wider = (8,), torch.rand(1).item() < 0.6
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    chosen = int(torch.empty(1).uniform_(0.0, float(len(sizes))).item())
+    third = int(torch.empty(1).uniform_(2, 4)) + wider
+    model(torch.randn(third, sizes[chosen], device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_float_drawn_from_a_range_is_its_mean(tmp_path: Path) -> None:
+    """0.5 of 0..1, and 3 of 2..4: detectors choose the size of an image by its floor."""
+    calls = captured(written(tmp_path, CHOSEN), gpus=1).ranks[0].calls
+    (product,) = [c for c in calls if c.op == "aten.addmm.default"]
+    assert product.tensors()[1].shape == (3 + 1, 8)
+
+
 IN_MEMORY = """
 import torch
 class Scaled(torch.utils.data.Dataset):
@@ -187,6 +209,35 @@ def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
     script = Script(path=written(tmp_path, IN_MEMORY))
     capture_script(script, H100, 1, 8, taken)
     assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
+
+
+WORKERS = """
+import torch, warnings
+warnings.simplefilter("error")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for x in torch.utils.data.DataLoader(torch.zeros(40, 8), batch_size=4, num_workers=64):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_workers_are_not_too_many_for_the_cores_here(tmp_path: Path) -> None:
+    """torch's warning is of this machine's, not of the host of the GPU that is asked for."""
+    assert captured(written(tmp_path, WORKERS), gpus=1).samples == 4
+
+
+def test_answers_hold_while_a_folder_has_the_same_names(tmp_path: Path) -> None:
+    """Lock files come and go in folders of caches, whose time they change."""
+    asked = Asked(H100)
+    with asked.noted():
+        os.listdir(tmp_path)
+    answers = Answers(**asked.answers(set(), ()))
+    lock = tmp_path / ".lock"
+    lock.touch()
+    assert not answers.hold(H100)
+    lock.unlink()
+    assert answers.hold(H100)
 
 
 VIEWS = """
@@ -219,7 +270,8 @@ import torch.multiprocessing as mp
 from torch.distributed.fsdp import FullyShardedDataParallel
 def train(rank, world_size):
     dist.init_process_group("nccl", rank=rank, world_size=world_size)
-    inner = FullyShardedDataParallel(torch.nn.Linear(64, 64, bias=False), device_id=rank)
+    layer = torch.nn.Linear(64, 64, bias=False)  # which is moved before rank 0 sends its weights
+    inner = FullyShardedDataParallel(layer, device_id=rank, sync_module_states=True)
     whole = torch.nn.Sequential(inner, torch.nn.Linear(64, 8)).to(rank)
     model = FullyShardedDataParallel(whole, device_id=rank)
     optimizer = torch.optim.SGD(model.parameters())

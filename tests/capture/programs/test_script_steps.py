@@ -72,6 +72,37 @@ def test_a_step_of_a_script_without_an_optimizer(
     assert ops["aten.sub_.Tensor"] == 4 * (text != FORWARD)
 
 
+EVALUATED_FIRST = """
+def embed(sizes):
+    for rows in sizes:
+        model(torch.zeros(rows, 64, device="cuda"))
+    return model
+def train():
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(9):
+        loss().backward()
+        optimizer.step()
+model.eval()
+with torch.no_grad():
+    embed(range(1, 60))
+if NOW:
+    train()
+"""
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_evaluation_before_training_is_no_inference(tmp_path: Path, trains: bool) -> None:
+    """No optimizer is there yet, but the script calls what trains below: 2 + 3 products of a step.
+
+    Where that never runs, the forwards are what is forecast.
+    """
+    text = MODEL + EVALUATED_FIRST.replace("NOW", str(trains))
+    program = captured(written(tmp_path, text), gpus=1)
+    ops = Counter(c.op for c in program.ranks[0].calls)
+    assert ops["aten.mm.default"] + ops["aten.addmm.default"] == (2 + 3 if trains else 2)
+    assert bool(program.notes) != trains
+
+
 PREPARED = """
 import torch
 table = torch.nn.Linear(8, 1)
