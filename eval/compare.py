@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.graph.cuda_variants import with_memory_format
-from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.launch_modes import as_launched, with_engine
 from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
@@ -31,10 +31,12 @@ from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, by_source, in_words, over_sources, records, totals
 from itercast.eval.tables import beside_output, headed
+from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import digest_of
 from itercast.microbench.hardware.stack import asked_stack
+from itercast.microbench.ops import find_family
 from itercast.microbench.store import Facts, Row, read_rows
 
 DEFAULT_SETTINGS: Row = {
@@ -150,8 +152,7 @@ def _compare(
         target = replace(target, threads=int(rounds["threads"].iloc[0]))
     step = step_of(settings, target.plan)
     forecast = forecast_step(step, target)
-    anchors = target.bundle.anchors if "threads" in rounds else {}
-    logs = np.log(iterations_at_reference_us(rounds, anchors))
+    logs = np.log(list(_at_reference_us(rounds, target.bundle, forecast, step)))
     median_us = float(np.exp(np.median(logs[rounds["quiet"].to_numpy()])))
     halves_us = [float(np.exp(np.median(half))) for half in np.array_split(logs, 2) if len(half)]
     case, plan = str(settings["case"]), str(settings["plan"])
@@ -280,6 +281,21 @@ def model_of(row: Facts) -> str | Path:
     if not path.is_file():
         write_atomic(path, config.encode())
     return path
+
+
+def _at_reference_us(
+    rows: pd.DataFrame, bundle: Bundle, forecast: Forecast, step: StepCapture
+) -> Iterator[float]:
+    """Measured times in us by repeat, scaled to the machine speed at which ops were learned."""
+    families = (family for family, _ in map(find_family, as_launched(step).calls))
+    calls = Counter(family.name for family in families if family is not None)
+    yield from iterations_at_reference_us(
+        rows,
+        bundle.anchors if "threads" in rows else {},
+        forecast.by_family_us,
+        {**calls, "host": sum(step.host.values())},
+        {name: model.sensitivity for name, model in bundle.models.items()},
+    )
 
 
 def compared_facts(

@@ -12,7 +12,7 @@ family (1: as slow as the anchor, 0: not affected) are learned from points measu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -27,7 +27,6 @@ PRIOR_WEIGHT = assumed(__file__, "prior_weight")
 MAX_SLOWDOWN = assumed(__file__, "max_slowdown")
 Sensitivity = tuple[float, float]  # to anchor_us, to serial_us
 PRIOR_SENSITIVITY: Sensitivity = tuple(assumed(__file__, "prior_sensitivity"))
-STEP_SENSITIVITY: Sensitivity = tuple(assumed(__file__, "step_sensitivity"))
 Anchors = Mapping[tuple[str, int], tuple[float, float]]
 
 
@@ -155,8 +154,24 @@ def retest_ape_pct(rows: pd.DataFrame, family: Family, speed: Speed) -> float | 
     return float(np.median(np.abs(remaining - 1)) * 100)
 
 
-def iterations_at_reference_us(rows: pd.DataFrame, anchors: Anchors) -> np.ndarray:
-    """Returns measured times of iterations in us, corrected to the machine's usual speed."""
-    time_us = rows["time_us"].to_numpy(dtype=float)
-    slowness = log_slowness(rows, anchors) @ np.array(STEP_SENSITIVITY)
-    return np.asarray(time_us * np.exp(-slowness))
+def iterations_at_reference_us(
+    rows: pd.DataFrame,
+    anchors: Anchors,
+    by_family_us: Mapping[str, float],
+    calls: Mapping[str, int],
+    sensitivities: Mapping[str, Sensitivity],
+) -> Iterator[float]:
+    """Corrects measured iteration times to the machine's usual speed; yields them in us.
+
+    How much an iteration slows with the anchors (its sensitivity) is the mean over its op families,
+    weighted by their forecast time. All ops of a family count as equally long: the family's time
+    over the number of its ``calls``.
+    """
+    total_us = sum(by_family_us.values())
+    weights = np.zeros(2)
+    for name, us in by_family_us.items():
+        parts = shares(np.array(us / max(1, calls.get(name, 1))))
+        weights += us / total_us * parts * np.array(sensitivities.get(name, PRIOR_SENSITIVITY))
+    slowness = log_slowness(rows, anchors)
+    time_us = rows["time_us"].to_numpy(dtype=float) * np.exp(-slowness @ weights)
+    yield from time_us.tolist()

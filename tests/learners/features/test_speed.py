@@ -15,7 +15,6 @@ from itercast.learners.features.host_calls import (
     learn_host_calls,
 )
 from itercast.learners.features.machine_speed import (
-    STEP_SENSITIVITY,
     Speed,
     at_reference_us,
     iterations_at_reference_us,
@@ -76,14 +75,22 @@ def test_how_much_a_family_follows_is_learned_from_points_measured_twice() -> No
     assert floor is not None and floor < 2  # 23 % before
 
 
-def test_an_iteration_is_corrected_by_both_anchors() -> None:
-    """The product takes 4 times as long as usual, views twice: 4^0.86 2^0.26 is the machine's."""
-    first, second = STEP_SENSITIVITY
-    measured = rows([1e6], [400.0], [40.0])
-    [found] = iterations_at_reference_us(measured, ANCHORS)
-    assert found == pytest.approx(1e6 / 4**first / 2**second)
-    assert first == pytest.approx(0.86) and second == pytest.approx(0.26)
-    assert iterations_at_reference_us(measured, {}).tolist() == [1e6]
+def test_an_iteration_is_corrected_by_what_it_consists_of() -> None:
+    """Half in one long op that follows the product by 0.5, half in host events that follow views.
+
+    The product takes 4 times as long as usual: 4^(0.5 * 0.5) of the time is the machine's.
+    """
+    measured = rows([1e6], [400.0], [20.0])
+    [found] = iterations_at_reference_us(
+        measured,
+        ANCHORS,
+        {"gemm": 5e8, "host": 5e8},
+        {"gemm": 1, "host": 10**9},
+        {"gemm": (0.5, 0.0), "host": (0.0, 1.0)},
+    )
+    assert found == pytest.approx(1e6 / 4**0.25, rel=0.01)
+    [same] = iterations_at_reference_us(measured, {}, {"gemm": 1.0}, {}, {})
+    assert same == 1e6
 
 
 ROW = {"gpu": "x", "status": "ok", "time_us": 3.0, "op": "mm", "m": 3, "n": 4, "k": 5}
