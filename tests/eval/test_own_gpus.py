@@ -54,3 +54,13 @@ def test_attention_backward_of_an_a100_rests_on_no_newer_gpu() -> None:
 
     assert us("a100-sxm-80gb", "backward") == pytest.approx(3 * us("a100-sxm-80gb", "forward"))
     assert us("h100-sxm-80gb", "backward") < 2.9 * us("h100-sxm-80gb", "forward")
+
+
+def test_halves_of_several_rounds_are_compared() -> None:
+    """1, 4, 9 and 16 s: medians in log time are 2, 12 and 6 s."""
+    measured = measured_rows(ROWS, CASES)
+    rows = measured.iloc[[0] * 4].assign(time_us=[1e6, 4e6, 9e6, 16e6], repeat=range(4))
+    [result] = compare_all(rows, SHIPPED)
+    assert result.rounds_us == pytest.approx((2e6, 12e6))
+    assert result.retest_ape_pct == pytest.approx(500.0)
+    assert result.measured_us == pytest.approx(6e6)
