@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -195,7 +194,8 @@ class BuiltApart:
     def __init__(self, order: IterationOrder, iterations: Sequence[Iteration]) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, end = context.Pipe()
-        context.Process(target=_answer, args=(order, iterations, end), daemon=True).start()
+        self.process = context.Process(target=_answer, args=(order, iterations, end), daemon=True)
+        self.process.start()
         end.close()
         self.memory_bytes: float = self.pipe.recv()
 
@@ -207,16 +207,16 @@ class BuiltApart:
 
     def close(self) -> None:
         """End the fork."""
-        self.pipe.close()
+        self.pipe.send(None)
+        self.process.join()
 
 
 def _answer(order: IterationOrder, iterations: Sequence[Iteration], pipe: Connection) -> None:
-    """In a fork: build iterations, tell their memory, and measure them whenever asked."""
+    """In a fork: build iterations, tell their memory, and measure each round that is asked for."""
     built = Built(order, iterations)
     pipe.send(built.memory_bytes)
-    with suppress(EOFError):
-        while True:
-            pipe.send(built.rows(pipe.recv()))
+    while (repeat := pipe.recv()) is not None:
+        pipe.send(built.rows(repeat))
 
 
 def case_of(order: IterationOrder, iteration: Iteration) -> tuple[EvalCase, Row]:

@@ -12,7 +12,7 @@ from itercast.learners.features.table import columns
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.memory.random import DROPOUT
-from itercast.microbench.ops.step.optimizer import ADAMW
+from itercast.microbench.ops.step.optimizer import STEPS
 
 SHIPS = Bundle.load(SHIPPED)
 GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "l40s", "b200-sxm")  # the last two without rows
@@ -30,7 +30,9 @@ def steps(ops: tuple[str, ...], numel: int = BILLION, dtype: str = "fp32") -> li
     return [{"op": op, "tensors": TENSORS, "numel": numel, "dtype": dtype} for op in ops]
 
 
-@pytest.mark.parametrize(("ops", "low", "high"), [(ADAMW, 50, 66), (("_fused_adamw_",), 18, 22.5)])
+@pytest.mark.parametrize(
+    ("ops", "low", "high"), [(STEPS["foreach_adamw"], 50, 66), (("_fused_adamw_",), 18, 22.5)]
+)
 def test_adamw_of_a_billion_parameters_on_an_a100(
     ops: tuple[str, ...], low: float, high: float
 ) -> None:
@@ -47,7 +49,7 @@ def test_larger_tensors_take_longer_and_move_their_bytes(gpu: str, dtype: str) -
 
     In bf16 foreach kernels are bound by SMs: 1.4 of 3.35 TB/s on an H100, whose SMs a B200 has.
     """
-    for op in (*dict.fromkeys(ADAMW), "_fused_adamw_", *DROPOUT):
+    for op in (*dict.fromkeys(STEPS["foreach_adamw"]), "_fused_adamw_", *DROPOUT):
         name = "random" if op in DROPOUT else "optimizer"
         calls = [
             {"op": op, "size": n} if op in DROPOUT else {"op": op, "numel": n, "tensors": TENSORS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -57,6 +58,7 @@ def test_iterations_take_turns_in_each_round(
     rows = read_journal(tmp_path / ".journal/run.jsonl")
     assert [(row["batch"], row["repeat"]) for row in rows] == turns
     assert all(row["samples"] >= 2 and row["anchor_us"] > 0 for row in rows)
+    assert not multiprocessing.active_children()
 
 
 def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
