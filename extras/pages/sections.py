@@ -199,8 +199,8 @@ def kind_section(results: Sequence[CaseResult]) -> Section:
         title="Error of iterations by kind of plan",
         text=[
             "Absolute errors in %; bias is the mean of signed errors, below 0 where forecasts are "
-            "too short. Retest is the median difference of two measurements of one iteration, or of "
-            "the halves of several."
+            "too short. Retest is the median difference of two measurements of one iteration, or "
+            "of the halves of several."
         ],
         table=Table(head=["kind", "cases", *COLUMNS, "80 % intervals cover %"], rows=rows),
         folded=False,
