@@ -135,9 +135,7 @@ class BuiltIteration:
         return self._attempt(lambda: {"status": "ok", **timer.repeat(repetitions, least_s)})
 
     def close(self) -> None:
-        """End the last step, and let go of the model."""
-        if self._timer is not None and not self.failed:
-            self._attempt(self._timer.finish)
+        """Let go of the model."""
         self._timer = None
         gc.enable()
 
@@ -254,6 +252,7 @@ class _StepTimer:
         self.phases.clear()
         self.anchors.clear()
         times, conditions = self._times(count)
+        self.step.finish()
         timing = summarise(max_over_ranks(times) if self.together else times)
         return {
             **conditions,
@@ -262,11 +261,6 @@ class _StepTimer:
             **self.anchor_us(),
             **self._memory(),
         }
-
-    def finish(self) -> Row:
-        """End the last step."""
-        self.step.finish()
-        return {}
 
     def _times(self, count: int) -> tuple[list[float], Row]:
         """Times of ``count`` steps, and columns with the GPU's clocks and power meanwhile."""

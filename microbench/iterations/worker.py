@@ -180,7 +180,7 @@ class Built:
         return rows
 
     def close(self) -> None:
-        """End the last steps, and let go of the models."""
+        """Let go of the models."""
         for one in self.built:
             one.close()
 
