@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import torch
@@ -107,7 +108,8 @@ def _one_by_one(order: IterationOrder, journal: store.Journal | None) -> None:
     """Build, measure and free one iteration after the other, on a GPU within the budget."""
     ops = store.Journal(Path(order.root), f"{order.run_id}-ops") if order.in_step else None
     gpu = SingleGpu() if order.device == "cuda" else None
-    anchor, cores = Anchor().times_us, VirtualCores(order.ranks)
+    anchor = None if gpu else Anchor().times_us
+    cores = VirtualCores(order.ranks)
     end_s = (order.begin_s or time.monotonic()) + order.budget_s
     for iteration in order.iterations:
         if gpu and time.monotonic() + NEEDED_S[iteration.engine] > end_s:
@@ -194,16 +196,24 @@ class BuiltApart:
     def __init__(self, order: IterationOrder, iterations: Sequence[Iteration]) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, end = context.Pipe()
-        self.process = context.Process(target=_answer, args=(order, iterations, end), daemon=True)
+        self.process = context.Process(target=_serve, args=(order, iterations, end), daemon=True)
         self.process.start()
         end.close()
-        self.memory_bytes: float = self.pipe.recv()
+        self.memory_bytes: float = self._answer()
 
     def rows(self, repeat: int) -> list[Row]:
-        """Measure each once; returns the rows. EOFError where the fork has failed."""
+        """Measure each once; returns the rows."""
         self.pipe.send(repeat)
-        rows: list[Row] = self.pipe.recv()
+        rows: list[Row] = self._answer()
         return rows
+
+    def _answer(self) -> Any:
+        """What the fork sends; SystemExit with its code where it failed, as it said why."""
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise SystemExit(self.process.exitcode) from None
 
     def close(self) -> None:
         """End the fork."""
@@ -211,7 +221,7 @@ class BuiltApart:
         self.process.join()
 
 
-def _answer(order: IterationOrder, iterations: Sequence[Iteration], pipe: Connection) -> None:
+def _serve(order: IterationOrder, iterations: Sequence[Iteration], pipe: Connection) -> None:
     """In a fork: build iterations, tell their memory, and measure each round that is asked for."""
     built = Built(order, iterations)
     pipe.send(built.memory_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -59,6 +61,13 @@ def test_iterations_take_turns_in_each_round(
     assert [(row["batch"], row["repeat"]) for row in rows] == turns
     assert all(row["samples"] >= 2 and row["anchor_us"] > 0 for row in rows)
     assert not multiprocessing.active_children()
+
+
+def test_a_worker_ends_as_its_fork_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "case_of", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(SystemExit) as ended:
+        worker.run(order_of(tmp_path, (2,)))
+    assert ended.value.code == -signal.SIGKILL
 
 
 def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
