@@ -1,10 +1,13 @@
-"""Forms of tensors that models and layers are given and return: what is alike in equal passes."""
+"""What models and layers are given and return, without its memory: alike in equal passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BytesIO
+from pickle import Pickler, PicklingError, Unpickler
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from itercast.capture.programs.log import ProgramLog
 
-PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # compared by value
+AS_THEY_ARE = (type, FunctionType, torch.dtype, torch.device)  # compared, not looked into
 
 
 class UnlikeError(BaseException):
@@ -106,12 +109,61 @@ def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
     return Wrapped(kind=type(tensor), others=held, name=name, inner=inner, facts=facts, size=size)
 
 
+class _Opening(Pickler):
+    """Takes a value apart: ``leaves`` are its tensors, and what is left as it is, each once."""
+
+    def __init__(self, made: BytesIO) -> None:
+        super().__init__(made)
+        self.numbers, self.leaves = dict[int, int](), list[Any]()
+
+    def persistent_id(self, one: Any) -> int | None:
+        """The number of a leaf; None for what is looked into."""
+        if isinstance(one, torch.nn.Module):
+            raise PicklingError
+        if not isinstance(one, (torch.Tensor, *AS_THEY_ARE)):
+            return None
+        number = self.numbers.setdefault(id(one), len(self.leaves))
+        if number == len(self.leaves):
+            self.leaves.append(one)
+        return number
+
+
+class _Closing(Unpickler):
+    """Puts a value together of other leaves."""
+
+    def __init__(self, structure: bytes, leaves: Sequence[Any]) -> None:
+        super().__init__(BytesIO(structure))
+        self.leaves = leaves
+
+    def persistent_load(self, number: int) -> Any:
+        """The leaf of this number."""
+        return self.leaves[number]
+
+
+def opened(value: Any) -> tuple[list[Any], bytes]:
+    """The tensors of a value, in containers and objects, and the rest of it: equal where all else
+    is. No rest is there of values that cannot be copied, as of modules, locks and generators.
+    """
+    opening = _Opening(made := BytesIO())
+    try:
+        opening.dump(value)
+    except Exception:  # classes say how they are copied: anything may be raised
+        return [], b""
+    return opening.leaves, made.getvalue()
+
+
+def closed(leaves: Sequence[Any], structure: bytes) -> Any:
+    """A value that was ``opened``, with these leaves in place of its own."""
+    return _Closing(structure, leaves).load()
+
+
 def form_of(leaf: Any, log: ProgramLog) -> Any:
-    """A tensor's form, or a plain value and its type; None for other objects."""
+    """A tensor's form, None for one that has none, or what else is compared as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
     fact = type(leaf) is torch.Tensor and log.routing.fact(leaf)
-    if (type(leaf) is FakeTensor or fact) and leaf.layout == torch.strided:
-        return Form.of(leaf, log)
-    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None
+    told = (type(leaf) is FakeTensor or fact) and leaf.layout == torch.strided
+    return Form.of(leaf, log) if told else None
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from itercast.capture.opcall import OpCall, changed
 from itercast.capture.programs.backward import LASTING
@@ -21,7 +20,7 @@ from itercast.capture.programs.gpus.devices import parts
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import HOST_WAIT, RECORD, WAIT
 from itercast.capture.programs.repeated.fold import renumbered
-from itercast.capture.programs.repeated.forms import Form, UnlikeError, unlogged
+from itercast.capture.programs.repeated.forms import Form, UnlikeError, closed, unlogged
 from itercast.capture.recorder.watch import MadeBy
 
 NEW = 2**40  # numbers from here on are names, not those of storages
@@ -105,17 +104,23 @@ class Kind:
 
 
 class Inputs:
-    """What a pass is given: storages of its inputs, parameters and buffers.
+    """What a pass is ``given``, by ids, its numbers, and storages of that, parameters and buffers.
 
     ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
     added up apart from its launches; a model has neither, nor a layer without backward.
     """
 
     def __init__(
-        self, module: Any, leaves: Iterable[Any], trained: Sequence[Any], log: ProgramLog
+        self,
+        module: Any,
+        leaves: Sequence[Any],
+        trained: Sequence[Any],
+        numbers: Sequence[Any],
+        log: ProgramLog,
     ) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.trained = next(iter(trained), None)
+        self.trained, self.given = next(iter(trained), None), list(map(id, leaves))
+        self.numbers = numbers
         own = [*module.parameters()] if self.trained is not None else []
         self.parameters = [p for p in own if p.requires_grad]
         every = (*tensors, *module.parameters(), *module.buffers())
@@ -251,8 +256,7 @@ class Repetition:
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
             made = Repeated.apply(source, self, *parameters) if source is not None else ()
         tensors = iter(made or [t for t, _ in self.forward()])
-        leaves = [next(tensors) if isinstance(form, Form) else form[1] for form in forms]
-        return tree_unflatten(leaves, structure)
+        return closed([next(tensors) if isinstance(f, Form) else f for f in forms], structure)
 
     def forward(self) -> list[tuple[torch.Tensor, Form]]:
         """Repeat the launches of forward; outputs and their forms.

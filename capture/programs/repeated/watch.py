@@ -27,14 +27,13 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_flatten
 
 from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.alike import OF_TORCH, Layer, Model, hooked, layers_of
 from itercast.capture.programs.repeated.fold import again
-from itercast.capture.programs.repeated.forms import Form, UnlikeError, form_of
+from itercast.capture.programs.repeated.forms import Form, UnlikeError, form_of, opened
 from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
 from itercast.capture.programs.trained.bare import is_wrapper
@@ -184,8 +183,8 @@ class Repeats:
         Passes are equal of modules that hold the same (``held``), given inputs of the same forms,
         under the same autocast, modes and stream. One that cannot be repeated is only run.
         """
-        log, (leaves, structure) = self.log, tree_flatten((args, kwargs))
-        run = partial(forward, *args, **kwargs)
+        log, given = self.log, partial(opened, (args, kwargs))
+        run, (leaves, structure) = partial(forward, *args, **kwargs), given()
         forms = [form_of(leaf, log) for leaf in leaves]
         trained = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         graph = torch.is_grad_enabled()
@@ -193,7 +192,9 @@ class Repeats:
         trained = trained if graph else []
         whole = isinstance(place, Model) and not place.library
         on_gpu = whole or not log.host_memory
-        may_repeat = None not in forms and on_gpu and (place.takes(trained) or not graph)
+        may_repeat = (
+            structure and None not in forms and on_gpu and (place.takes(trained) or not graph)
+        )
         held = place.held(graph) if may_repeat else None
         if held is None:
             return run()
@@ -207,7 +208,7 @@ class Repeats:
         numbers = [form.values for form in forms if isinstance(form, Form)]
         shapes = [replace(f, values=None) if isinstance(f, Form) else f for f in forms]
         kind = _kind(place, (held, structure, shapes, around), numbers)
-        inputs = Inputs(module, leaves, trained, log)
+        inputs = Inputs(module, leaves, trained, numbers, log)
         backward_shown = "backward" in kind.shown or not (place.runs and graph)
         if "forward" in kind.shown and backward_shown:
             self.cast[id(module)] = not cast_before
@@ -215,7 +216,7 @@ class Repeats:
             output = repetition.output()
             self.kept.append(repetition.free)
             return output
-        return self._recorded(kind, inputs, run, place, numbers)
+        return self._recorded(kind, inputs, run, place, given)
 
     def _cast_before(self, module: Any) -> bool:
         """Whether autocast still has the cast weights of a module, since it ran before.
@@ -235,12 +236,12 @@ class Repeats:
         inputs: Inputs,
         run: Callable[[], Any],
         place: Layer | Model,
-        numbers: Sequence[Any],
+        given: Callable[[], tuple[list[Any], bytes]],
     ) -> Any:
         """Run forward and note what it launches, if that can be repeated.
 
         Not if random numbers were drawn, tensors returned that are older or still awaited, a layer
-        changed, or code watches the graph of a model.
+        or what it was given changed, as a cache that grows, or code watches the graph of a model.
         """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
         read = log.routing.numbers_read
@@ -248,7 +249,7 @@ class Repeats:
         measured, first_node = Measured(log), next_node()
         output = run()
         calls = [names.call(call) for call in log.calls[measured.start :]]
-        leaves, structure = tree_flatten(output)
+        leaves, structure = opened(output)
         forms = [form_of(leaf, log) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         storages = list(map(log.storage, tensors)) if None not in forms else []
@@ -259,11 +260,14 @@ class Repeats:
         drew_nothing = random.getstate() == drawn and len(log.networks) == networks
         arrived = log.arrives.keys().isdisjoint(storages)
         if read < log.routing.numbers_read or any(getattr(f, "values", None) for f in forms):
-            kind.reads(numbers)
+            kind.reads(inputs.numbers)
         trained = [t for t in tensors if t.grad_fn is not None]
         if not (storages and are_new and drew_nothing and arrived and forward.can_repeat()):
             return output
         graph = kind.key[-1][-1][0]
+        leaves, rest = given()
+        if inputs.given != list(map(id, leaves)) or rest != kind.key[1]:
+            return output
         is_same = isinstance(place, Model) or place.held() == kind.key[0]
         if not graph:
             if is_same and not any(t.requires_grad for t in tensors):

@@ -75,6 +75,13 @@ def test_a_model_that_reads_its_time_step_runs_each_time() -> None:
     assert sum(op == "aten.exp.default" for op, *_ in launches(found)) == 3 + 1
 
 
+class State:
+    """What a model keeps of words, as caches of libraries are: an object, and a list in it."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        self.seen, self.length = seen, len(seen)
+
+
 class Reader(nn.Module):
     """A model of tokens, which may ask whether the first one is 0."""
 
@@ -90,20 +97,64 @@ class Reader(nn.Module):
         return self.out(words.exp() if self.reads and tokens[0] == 0 else words)  # type: ignore[no-any-return]
 
 
-def accumulating(reads: bool) -> Step:
-    """A step of five micro-batches of tokens with data, all different."""
-    net = Reader(reads)
+class Remembering(Reader):
+    """Adds what a state holds to its words, and returns this in another object."""
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:  # type: ignore[override]
+        Reader.runs += 1
+        words = self.words(tokens) + sum(state.seen if state else ())
+        return self.out(words), State([words.exp()] if self.reads else [words, words])
+
+
+class Replacing(Remembering):
+    """Changes the state that it is given: what is in it has the same shape."""
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:  # type: ignore[override]
+        output, new = super().forward(tokens, state)
+        vars(state or new).update(vars(new))
+        return output, new
+
+
+def accumulating(model: Callable[[], nn.Module], keeps: bool = False) -> Step:
+    """A step of five micro-batches of tokens with data, all different; before it are as many passes
+    without gradients, each given the same state, if a model ``keeps`` one.
+    """
+    net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     with _disable_current_modes():
         batches = [torch.full((7,), number) for number in range(5)]
 
     def step() -> None:
+        state = State([torch.zeros(7, WIDTH)])
+        for tokens in batches if keeps else ():
+            with torch.no_grad():
+                net(tokens, state)
         for tokens in batches:
-            net(tokens).sum().backward()
+            output = net(tokens)
+            (output[0] if isinstance(output, tuple) else output).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+@pytest.mark.parametrize(
+    ("model", "keeps", "runs"),
+    [(Remembering, False, 3 + 3), (Remembering, True, 2 + 3 + 3), (Replacing, True, 2 * 8)],
+)
+def test_objects_of_libraries_are_made_anew(model: Any, keeps: bool, runs: int) -> None:
+    """Outputs are a tensor and an object, which holds another one once or twice.
+
+    Of five micro-batches three run in each step, and two of all passes that leave what they are
+    given as it is; those that change it all run, though it looks the same each time.
+    """
+    for has_one in (True, False):
+        Reader.runs, program = 0, partial(accumulating, partial(model, has_one), keeps)
+        found = captured(program, repeats=True)
+        assert Reader.runs == runs
+        whole = captured(program, repeats=False)
+        assert launches(found) == launches(whole)
+        assert (found.peak_bytes, found.held_bytes) == (whole.peak_bytes, whole.held_bytes)
 
 
 @pytest.mark.parametrize(("reads", "runs"), [(False, 3 + 3), (True, 2 * 5)])
@@ -111,7 +162,7 @@ def test_tokens_may_differ_where_nobody_reads_them(reads: bool, runs: int) -> No
     """In each step the first micro-batch makes gradients, and two show what the others do. Where
     numbers are read all run, and the first has an exponential.
     """
-    Reader.runs, program = 0, partial(accumulating, reads)
+    Reader.runs, program = 0, partial(accumulating, partial(Reader, reads))
     found = captured(program, repeats=True)
     assert Reader.runs == runs
     whole = captured(program, repeats=False)
