@@ -42,7 +42,8 @@ class OneLineGroup(TyperGroup):
             sys.exit(code)
         except UsageError as exc:
             if message := exc.format_message().rstrip():  # empty where the help was printed
-                typer.echo(f"itercast: {message}{_refused_value(exc)}", err=True)
+                hint = " itercast --help lists all." * message.startswith("No such command")
+                typer.echo(f"itercast: {message}{_refused_value(exc)}{hint}", err=True)
             sys.exit(2)
         except (ValueError, OSError) as exc:
             typer.echo(f"itercast: {_first_line(exc)}", err=True)

@@ -38,7 +38,8 @@ MOST_PLACES = 1000  # of a list or dict that are searched where none holds a ten
 class TakenBatches:
     """The batches that a program took from its DataLoaders, and how long each took.
 
-    ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
+    ``samples``: of each batch since the last ``begin_step``; without a DataLoader the first axis of
+    what models in training are given. ``copied_ahead``: see ``InputLane``.
     """
 
     def __init__(self) -> None:

@@ -72,6 +72,7 @@ class KnownRanks:
             notes=tuple(dict.fromkeys(note for facts in fields for note in facts.get("notes", ()))),
             passes=fields[0].get("passes", ()),
             samples=max(facts.get("samples", 0) for facts in fields),
+            rows_given=max(facts.get("rows_given", 0) for facts in fields),
             optimizer_steps=max(facts.get("optimizer_steps", 1) for facts in fields),
         )
 

@@ -265,19 +265,19 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         log.updates += 1
         log.ended("optimizer", optimizer)
 
-    def after_forward(module: Any, args: Any, output: Any) -> None:
+    def after_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not log.module:
             if is_wrapper(module):
                 lasts_longer(module)
-            log.returned = output
+            log.ran = (args, kwargs), output
             log.ended("forward", module)
-            log.returned = None
+            log.ran = None
 
     with ExitStack() as stack:
         for hook in (
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),
-            register_module_forward_hook(after_forward),
+            register_module_forward_hook(after_forward, with_kwargs=True),
         ):
             stack.callback(hook.remove)
         stack.enter_context(backward_passes(partial(_backward, log)))

@@ -79,7 +79,7 @@ class ProgramLog(OpLog):
         super().__init__(Routing(self.guesses), in_tf32)
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # called: may be a step
-        self.returned: Any = None  # by the model whose forward ends
+        self.ran: Any = None  # what a model whose forward ends was given, and returned
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.host_memory, self.reads_copies = GpuMemory(), False  # what a program keeps there
         self.loaded = GpuMemory()  # batches of DataLoaders

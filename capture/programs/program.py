@@ -45,10 +45,11 @@ class ProgramCapture:
 
     ``peak_bytes``: the most memory that a rank's tensors take during the step; ``held_bytes``: the
     least, of the rank that takes most. ``samples``: those that DataLoaders give a rank in it, 0
-    without any. ``grouped``: its ranks made a process group. ``optimizer_steps``: how many steps
-    of optimizers are in it, those without a backward between them counted once. ``passes``: which
-    backwards and updates are in it, and the lines that call them. ``notes``: what was assumed of
-    it, in sentences.
+    without any; ``rows_given``: then the first axes of what its model is given, added up, 0 where
+    not each backward has one forward. ``grouped``: its ranks made a process group.
+    ``optimizer_steps``: how many steps of optimizers are in it, those without a backward between
+    them counted once. ``passes``: which backwards and updates are in it, and the lines that call
+    them. ``notes``: what was assumed of it, in sentences.
     """
 
     world_size: int
@@ -56,6 +57,7 @@ class ProgramCapture:
     peak_bytes: Mapping[int, int]
     held_bytes: int = 0
     samples: int = 0
+    rows_given: int = 0
     grouped: bool = True
     optimizer_steps: int = 1
     passes: tuple[str, ...] = ()

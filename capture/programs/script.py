@@ -113,6 +113,8 @@ class Script:
             raise ValueError(f"steps {self.steps}: at least 2, the first one makes optimizer state")
         if not self.path.is_file():
             raise ValueError(f"script {str(self.path)!r}: no such file")
+        if self.path.suffix not in ("", ".py"):
+            raise ValueError(f"script {str(self.path)!r}: allowed is a Python file (.py)")
 
 
 def capture_script(
@@ -150,7 +152,8 @@ def capture_script(
         taken.copied_ahead = log.gpu_memory.beside
         guesses = [f"{guess}{_place(at, script)}" for guess, at in log.guesses.items()]
         return {
-            "samples": sum(taken.samples),
+            "samples": sum(taken.samples) if taken.loader is not None else 0,
+            "rows_given": _rows_given(steps, taken),
             "optimizer_steps": steps.optimizer_steps,
             "passes": steps.kept_passes(script.named),
             "notes": [*steps.notes, *guesses, *steps.own_input()],
@@ -160,6 +163,16 @@ def capture_script(
     captured = capture_ranks(run, world_size, ranks, lasting=finder is not None, make=make)
     notes = dict.fromkeys([*captured.notes, *script_notes(captured)])
     return replace(captured, notes=tuple(notes))
+
+
+def _rows_given(steps: Steps, taken: TakenBatches) -> int:
+    """The first axes of what the model is given in the iteration that was kept, added up.
+
+    0 where DataLoaders give batches, or where not each backward has one forward.
+    """
+    backwards = sum(what == "backward" for step in steps.kept for what, _ in step.passes)
+    alone = taken.loader is None and len(taken.samples) == backwards
+    return sum(taken.samples) if alone else 0
 
 
 def _run_until_enough_steps(
@@ -193,7 +206,7 @@ def _run_until_enough_steps(
         exits = isinstance(exc, SystemExit) and not exc.code
         has_step = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
         if not (steps.enough or has_step):  # else it failed after what is needed of it
-            raise _refusal(exc, steps.done, script) from exc
+            raise _refusal(exc, steps.done, script, on_gpu) from exc
     if not steps.kept and steps.enough:
         raise RefusedError(f"{script.path.name}: {steps.notes[0]}")
     if not steps.kept:
@@ -204,13 +217,15 @@ def _run_until_enough_steps(
     return steps
 
 
-def _refusal(exc: BaseException, done: int, script: Script) -> RefusedError:
+def _refusal(exc: BaseException, done: int, script: Script, on_gpu: bool) -> RefusedError:
     """The one line that says what of a script cannot be forecast, and where it is."""
     if isinstance(exc, SystemExit):
         return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
     where = _place(traceback.extract_tb(exc.__traceback__), script)
     install = WITHOUT_CUDA.get(getattr(exc, "name", None) or "")
     hint = f"; its Python is enough: {install}" if install else ""
+    if not on_gpu and re.search("cuda|nvidia", first_line(exc), re.IGNORECASE):
+        hint = "; name the GPU that it would run on: --gpu h100-sxm-80gb"
     return RefusedError(f"{first_line(exc)}{where}{hint}")
 
 

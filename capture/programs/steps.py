@@ -26,6 +26,7 @@ from itercast.capture.programs.repeated.evaluations import (
     in_one_loop,
     learned_from,
 )
+from itercast.capture.programs.trained.finder import trains
 from itercast.capture.programs.trained.loss import tensors_of
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
@@ -164,12 +165,14 @@ class Steps:
             self.evaluations.ran(owner, self.trains_later)
             if not owner.training:
                 self._note_inference(owner)
+            elif self.taken.loader is None and self.log.phase == "forward" and trains(owner):
+                self.taken.samples += [len(t) for t in tensors_of(self.log.ran[0])[:1] if t.ndim]
         is_warm_up = kind == "optimizer" and self.log.stream
         self._end(KINDS.index("warm-up" if is_warm_up else kind), owner, self.lines())
 
     def _note_inference(self, model: Any) -> None:
         """Note what a model in evaluation made: it may be there to be learned from."""
-        outputs = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.returned)]
+        outputs = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.ran[1])]
         inference = Inference(
             calls=len(self.earlier) + len(self.log.calls),
             storages=set(map(self.log.storage, outputs)),
@@ -219,10 +222,6 @@ class Steps:
             self.inferences, self.earlier[:0] = [*step.inferences, *later], step.calls
             self.gpu_ops -= step.on_gpu
 
-    def _of_trained(self, inferences: Sequence[Inference]) -> set[Place]:
-        """The places of inferences by models whose parameters an optimizer has."""
-        return {x.place for x in inferences if not self.trained.isdisjoint(x.parameters)}
-
     def _waits(self) -> None:
         """Count a backward, or a pass over a DataLoader: after ``WAITED`` of them without a step of
         an optimizer the script ends.
@@ -248,6 +247,7 @@ class Steps:
             raise EnoughSteps
         log, inferences = self.log, self.inferences
         learned = learned_from([*self.earlier, *log.calls], inferences)
+        of_trained = {x.place for x in inferences if not self.trained.isdisjoint(x.parameters)}
         self.ended.append(
             Step(
                 calls=log.calls,
@@ -260,7 +260,7 @@ class Steps:
                 stepped=self.stepped,
                 passes=self.passes,
                 inferences=inferences,
-                evaluated=self._of_trained(inferences) - learned,
+                evaluated=of_trained - learned,
                 updated=_updated(log.calls),
                 on_gpu=log.gpu_memory.ops - self.gpu_ops,
                 fed=self.fed,

@@ -26,6 +26,7 @@ MOVES = re.compile(
     r"|constant_pad_nd|slice_backward|select_backward|lift_fresh_copy)_?\."
 )
 PASS_NO_ACTIVATIONS = ("broadcast", "scatter", "all_to_all", "barrier")  # to ranks that share them
+OF_MODEL = "no DataLoader or tokens say what a sample is: taken is a row of the model's input"
 Groups = frozenset[tuple[int, ...]]
 
 
@@ -33,7 +34,8 @@ Groups = frozenset[tuple[int, ...]]
 class Batch:
     """What all ranks take in a step, 0 where it is not known; ``own_samples``: what one takes.
 
-    ``grouped``: ranks made a process group, else all is one rank's. ``note``: why it is not known.
+    ``grouped``: ranks made a process group, else all is one rank's. ``note``: why it is not known,
+    or what counts as a sample.
     """
 
     samples: float
@@ -46,7 +48,8 @@ class Batch:
 def batch_of(program: ProgramCapture) -> Batch:
     """The batch of a step: by its DataLoader's samples if known, else by lookups of tokens.
 
-    A sample has tokens: as many samples as tokens are one packed row, as flat batches have.
+    A sample has tokens: as many samples as tokens are one packed row, as flat batches have. Where
+    both are missing, a row that the model is given counts as a sample.
     """
     lookups_of = {rank: _lookups(step.calls) for rank, step in program.ranks.items()}
     first = max(lookups_of, key=lambda rank: sum(tokens for _, tokens in lookups_of[rank]))
@@ -70,15 +73,17 @@ def batch_of(program: ProgramCapture) -> Batch:
     tokens = looked_up if seen <= most else 0
     rows = _rows_of(lookups, backwards)
     samples = rows * token_ranks / sequence_ranks
-    if program.samples and not 0 < rows < looked_up <= program.samples:
+    own = program.samples or (0 if rows else program.rows_given)
+    if own and not 0 < rows < looked_up <= own:
         given = {c.kwargs["ranks"] for c in calls if c.kwargs.get("loaded")}
         sharing = max(world / token_ranks * sequence_ranks, _size(given))
-        samples = program.samples * world / sharing
+        samples = own * world / sharing
     return replace(
         unknown,
         samples=samples,
         tokens=tokens * token_ranks,
         own_samples=round(samples * sequence_ranks / token_ranks),
+        note="" if program.samples or rows or not own else OF_MODEL,
     )
 
 

@@ -236,7 +236,7 @@ def advice(forecast: Forecast, lane: InputLane, target: Target, samples: int) ->
     cores = cores_of_a_rank(lane, target, forecast.world_size)
     best = fewest_workers(lane, consumer(forecast, lane, target, samples), cores)
     if best.input_bound:
-        return f"{own}; more are no faster: it is limited by {best.stage}"
+        return f"{own}; more are no faster on {cores:.0f} cores a rank: limited by {best.stage}"
     return f"{own}; {best.workers} would be enough on the {cores:.0f} cores of a rank"
 
 

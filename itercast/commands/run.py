@@ -328,15 +328,13 @@ def _batches_that_fit(row: ScriptForecast) -> float:
 
 
 def _fits(row: ScriptForecast) -> str:
-    """Whether a rank's batch fits, and how many times it would, in words."""
-    times, fits = _batches_that_fit(row), row.forecast.fits
+    """How many times a rank's batch would fit, in words."""
+    times = _batches_that_fit(row)
     if not times:
-        return "no; too much even without a batch"
+        return "too much even without a batch"
     if times > MOST_TIMES:
-        return f"yes; over {MOST_TIMES} times its batch would fit, too"
-    times_text = f"{times:,.1f}" if fits else f"{times:.2g}"
-    answer, too = ("yes", ", too") if fits else ("no", "")
-    return f"{answer}; at least {times_text} times its batch would fit{too}"
+        return f"over {MOST_TIMES} times its batch would fit"
+    return f"at least {times:,.{1 if times >= 1 else 2}f} times its batch would fit"
 
 
 def _print(name: str, row: ScriptForecast) -> None:
@@ -345,15 +343,15 @@ def _print(name: str, row: ScriptForecast) -> None:
 
     forecast, program = row.forecast, row.captured.program
     ungrouped = forecast.world_size > 1 and not program.grouped  # makes no process group
-    table = forecast_table(name, forecast, of=" of one process" * ungrouped)
-    table.add_row("fits", _fits(row))
+    table = forecast_table(name, forecast, of=" of one process" * ungrouped, batches=_fits(row))
     if sent := _sent(program):
         text = ", ".join(f"{kind} of {sized(nbytes)}" for kind, nbytes in sent.items())
         sizes = sorted({len(call.kwargs["ranks"]) for call in _messages(program)})
         among = " or ".join(map(str, sizes))
         table.add_row("messages of a rank", f"{text}, among {among} ranks")
     if row.loading_us:
-        table.add_row("without waits for batches", f"{row.step_us * 1e-3:,.2f} ms")
+        if row.step_us < forecast.iteration_us - 5:  # in hundredths of a ms another number
+            table.add_row("without waits for batches", f"{row.step_us * 1e-3:,.2f} ms")
         table.add_row("batches of a rank's step", f"{row.loading_us * 1e-3:,.2f} ms in one process")
         table.add_row("DataLoader", row.advice)
     if program.passes:

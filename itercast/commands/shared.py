@@ -253,11 +253,13 @@ def report_table(report: Row) -> Table:
     return table
 
 
-def forecast_table(case: str, forecast: Forecast, spread: Any = None, of: str = "") -> Table:
+def forecast_table(
+    case: str, forecast: Forecast, spread: Any = None, of: str = "", batches: str = ""
+) -> Table:
     """A table of one forecast: times, rates, memory, notes; ``add_parts`` adds where time goes.
 
     ``spread``: distribution of the step over noisy ranks, or None; ``of``: what rates are of, such
-    as " of one process".
+    as " of one process"; ``batches``: how many times its batch would fit.
     """
     table = Table(title=f"{case} on {forecast.gpu}", show_header=False)
     ms = 1e-3
@@ -276,7 +278,10 @@ def forecast_table(case: str, forecast: Forecast, spread: Any = None, of: str = 
         table.add_row("in host memory", f"{sized(forecast.host_memory_bytes)} a GPU")
     if not forecast.fits:
         room = f"{sized(forecast.memory_room_bytes)} are left for tensors"
-        table.add_row(Text("does not fit", "red"), _lacking_on_host(forecast) or room)
+        reasons = filter(None, (_lacking_on_host(forecast) or room, batches))
+        table.add_row(Text("does not fit", "red"), "; ".join(reasons))
+    elif batches:
+        table.add_row("fits", batches)
     if forecast.memory_verdict.startswith("too close"):
         table.add_row(Text("memory", "yellow"), f"{forecast.memory_verdict} (the model's error)")
     if not forecast.host and not forecast.cluster and forecast.gpu != cpu_name():

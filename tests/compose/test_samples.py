@@ -213,6 +213,34 @@ def test_stages_share_samples(tmp_path: Path) -> None:
     assert (found.samples, found.own_samples) == (2 * 16, 16) and found.tokens == 2 * 16 * LENGTH
 
 
+FROM_ROWS = """
+first, second = nn.Linear(8, 8).cuda(), nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+for _ in range(9):
+    for micro in range(3):
+        with torch.no_grad():
+            second(torch.randn(99, 8, device="cuda"))
+        x = torch.randn(5, 7, 8, device="cuda")
+        {forward}.square().mean().backward()
+    summed(first)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "samples"),
+    [("first(x)", 3 * 5), ("second(first(x))", 0), ("(x @ first.weight + first.bias)", 0)],
+)
+def test_rows_of_the_model_are_samples_where_nothing_else_says(
+    forward: str, samples: int, tmp_path: Path
+) -> None:
+    """8 ranks, 3 micro-batches of 5 rows; not where two models run, or none, before a backward."""
+    _, found = batch(tmp_path, FROM_ROWS.format(forward=forward))
+    assert (found.samples, found.own_samples) == (8 * samples, samples)
+    assert found.note.endswith("a row of the model's input") == (samples > 0)
+
+
 ENCODED = """
 class Both(Model):  # an encoder of ids and a decoder of others, with one table, as T5 has
     def forward(self, ids, more):

@@ -34,13 +34,16 @@ for _ in range(9):
 """
 
 
+LEFT = r"does not fit [\d.]+ GB are left for tensors"
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "told"),
     [
-        (1, 150_000, "no; too much even without a batch"),  # 90 GB of weights
-        (12_000_000, 1024, "no; at least 0.83 times its batch would fit"),  # two of 49 GB each
-        (4_000_000, 1024, "yes; at least 2.5 times its batch would fit, too"),  # two of 16 GB each
-        (8, 1024, "yes; over 100 times its batch would fit, too"),
+        (1, 150_000, f"{LEFT}; too much even without a batch"),  # 90 GB of weights
+        (12_000_000, 1024, f"{LEFT}; at least 0.83 times its batch would fit"),  # two of 49 GB each
+        (4_000_000, 1024, "fits at least 2.5 times its batch would fit"),  # two of 16 GB each
+        (8, 1024, "fits over 100 times its batch would fit"),
     ],
 )
 def test_how_many_batches_fit_is_said_in_words(
@@ -48,7 +51,7 @@ def test_how_many_batches_fit_is_said_in_words(
 ) -> None:
     (script := tmp_path / "train.py").write_text(WIDE)
     code, out, _ = run(script, str(rows), str(width))
-    assert code == 0 and re.search(r"fits +│ (.+?) +│", out)[1] == told  # type: ignore[index]
+    assert code == 0 and re.search(told, " ".join(out.replace("│", " ").split()))
     assert "messages of a rank" not in out  # there is no other
 
 
@@ -56,6 +59,12 @@ def test_messages_say_among_how_many_they_are(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text(WIDE)
     code, out, _ = run(script, "8", "1024", gpus="8")
     assert code == 0 and "all_reduce of 8.39 MB, among 2 or 8 ranks" in out
+
+
+def test_a_script_for_cuda_is_told_to_name_a_gpu(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(8, 8).cuda()\n")
+    done = CliRunner().invoke(app, ["run", str(script)])
+    assert done.exit_code == 2 and "name the GPU that it would run on: --gpu" in done.stderr
 
 
 @pytest.mark.parametrize("count", ["100000000", "0", "-8", "8.5", "1e3", ""])

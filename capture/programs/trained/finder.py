@@ -106,7 +106,7 @@ class Finder:
             if self.inside:
                 self._note_layer(module, args)
                 return run(module, *args, **kwargs)
-            if not _trains(module):
+            if not trains(module):
                 return run(module, *args, **kwargs)
             run_model = self._through if is_wrapper(module) else self._run
             return run_model(module, partial(run, module), args, kwargs)
@@ -329,7 +329,7 @@ def _clips(module: Any) -> bool:
     return float(getattr(module, "gradient_clipping", float)()) > 0
 
 
-def _trains(module: Any) -> bool:
+def trains(module: Any) -> bool:
     """Whether a module that is called now is in training and has parameters that train."""
     if not (torch.is_grad_enabled() and module.training):
         return False

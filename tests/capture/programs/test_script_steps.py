@@ -444,7 +444,7 @@ def test_unknown_data_take_a_stated_share(
     assert [c.outputs[0].shape for c in calls if 2.5 in c.args] == 2 * [shape]
     assert any(priceable(c).waits for c in calls)
     (note,) = program.notes
-    assert note.startswith("of data that nobody knows 50 % is true") and "train.py:9" in note
+    assert note.startswith("data have no values here: 50 % is true") and "train.py:9" in note
 
 
 def test_a_number_or_condition_that_shapes_nothing_is_not_noted(tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_a_number_that_nobody_knows_equals_no_other(tmp_path: Path) -> None:
     """So that text goes on until its longest length; the condition is noted."""
     program = habit(tmp_path, "ids = y[:, 0].long(); assert ids.max() != 0; assert not ids[0] == 7")
     (note,) = program.notes
-    assert "nobody knows" in note
+    assert "no values" in note
 
 
 def test_rates_of_dropped_layers_are_known(tmp_path: Path) -> None:
