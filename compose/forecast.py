@@ -15,7 +15,7 @@ from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.notes import notes, without_effect
 from itercast.compose.parallel.device_memory import MISFITS, lacking_on_host, room_bytes, verdict
-from itercast.compose.parallel.placement import Cluster, cluster
+from itercast.compose.parallel.placement import Cluster, cluster_for
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED
@@ -137,7 +137,7 @@ def forecast(
     recurrent and sparse ones) of all ranks against the dense peak of their dtype. The host's time
     is not part of ``unmodelled_frac``; where it is assumed, it is part of ``assumed_frac``.
     """
-    rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
+    rank = rank_of(step, plan, book, cluster_for(plan, book.gpu, node))
     replicas, lengths = plan.microbatches * plan.participants, dict(step.lengths)
     tokens = step.tokens * plan.cp * replicas
     if lengths:
@@ -147,27 +147,27 @@ def forecast(
         book,
         plan=str(plan),
         bundle_name=bundle_name,
-        network=rank.where.network,
+        network=rank.cluster.network,
         room=room_bytes(book.gpu, plan),
         world_size=plan.world_size,
         samples=step.samples * replicas,
         tokens=tokens,
     )
-    remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.where))
-    if lacking := lacking_on_host(rank.where, numbers.host_memory_bytes):
+    remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.cluster))
+    if lacking := lacking_on_host(rank.cluster, numbers.host_memory_bytes):
         numbers = replace(numbers, fits=False, memory_verdict=f"{MISFITS}: {lacking}")
     return replace(numbers, lengths=lengths, notes=remarks)
 
 
-def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Rank:
+def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster) -> Rank:
     """Prices a step for a rank that holds all layers, as if the plan had one pipeline stage."""
-    model = price_model(step, plan, book, where)
+    model = price_model(step, plan, book, cluster)
     return Rank(
         plan=plan,
         layers=model.each_layer,
         model=model,
         book=book,
-        where=where,
+        cluster=cluster,
         synchronised=step.synchronised,
     )
 

@@ -55,9 +55,9 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
             yield from family.note([p for of, p in found if of is family], plan)
 
 
-def without_effect(plan: ParallelPlan, where: Cluster) -> Iterator[str]:
+def without_effect(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
     """Yields a note for each key of a plan that is forecast as if it were not there."""
-    alone, experts = plan.microbatches == 1, where.groups["ep"]
+    alone, experts = plan.microbatches == 1, cluster.groups["ep"]
     if plan.zero == 2 and (alone or plan.pp > 1):
         yield "zero=2 is forecast as zero=1: both scatter gradients once a step"
     if plan.cdp == 2:

@@ -15,7 +15,7 @@ from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import typical
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.learners.bundle import Bundle
@@ -113,8 +113,8 @@ class Target:
 
     def priced(self, step: StepCapture) -> PricedModel:
         """The step's layers with prices, on a rank of the plan."""
-        where = cluster(self.plan, self.gpu, self.node)
-        return price_model(step, self.plan, self.book, where)
+        cluster = cluster_for(self.plan, self.gpu, self.node)
+        return price_model(step, self.plan, self.book, cluster)
 
 
 def find_target(

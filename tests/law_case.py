@@ -12,7 +12,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, forecast, rank_of
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate
@@ -120,8 +120,8 @@ def rank_for(
     """A rank with all layers of the model."""
     step = model(name) if isinstance(name, str) else name
     plan, book = ParallelPlan.parse(text), book_for(pricer, gpu)
-    where = cluster(plan, gpu, node)
-    return rank_of(step, plan, book, where)
+    cluster = cluster_for(plan, gpu, node)
+    return rank_of(step, plan, book, cluster)
 
 
 def outcome(

@@ -43,15 +43,15 @@ def too_close(memory_bytes: float, room: float) -> bool:
     return memory_bytes * (1 - MEMORY_ERROR) <= room < memory_bytes * (1 + MEMORY_ERROR)
 
 
-def lacking_on_host(where: Cluster, offloaded_bytes: float) -> str:
+def lacking_on_host(cluster: Cluster, offloaded_bytes: float) -> str:
     """Says that what each rank offloads does not fit its host's memory; "" where it does.
 
     Also "" where no node file states how much memory the host has.
     """
-    node = where.node
+    node = cluster.node
     if node is None or not node.memory_bytes:
         return ""
-    ranks = min(where.gpus_per_node, node.gpus_per_node)
+    ranks = min(cluster.gpus_per_node, node.gpus_per_node)
     if ranks * offloaded_bytes <= node.memory_bytes:
         return ""
     needed = f"{ranks} x {offloaded_bytes / 1e9:,.0f} GB in host memory"

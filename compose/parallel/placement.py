@@ -176,7 +176,7 @@ def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
     return node.gpus_per_domain if rack_scale else node.gpus_per_node
 
 
-def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
+def cluster_for(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     """Places the ranks of a plan on nodes, innermost first: tp, cp, dp, pp; returns groups by axis.
 
     - ``shard``: cp and dp together, over which parameters are sharded; with hsdp the inner part of

@@ -31,7 +31,7 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.device_memory import lacking_on_host, room_bytes, too_close
 from itercast.compose.parallel.ep import expert_weights
-from itercast.compose.parallel.placement import Cluster, Group, cluster, gpus_per_domain
+from itercast.compose.parallel.placement import Cluster, Group, cluster_for, gpus_per_domain
 from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize, Size
 from itercast.compose.pricing.collectives import Message, prefetch_messages
 from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
@@ -135,12 +135,12 @@ class Search:
             self.tell(f"capturing the model, size {n + 1} of {len(sizes)}")
             with suppress(ValueError):  # it cannot be captured: ``legal`` says so
                 if not plan.shard:
-                    yield self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node)
+                    yield self.captures.at(size), plan, cluster_for(plan, self.book.gpu, self.node)
 
     def rank(self, plan: ParallelPlan) -> Rank:
         """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""
-        where = cluster(plan, self.book.gpu, self.node)
-        return rank_of(self.captures.at(self.size(plan)), plan, self.book, where)
+        cluster = cluster_for(plan, self.book.gpu, self.node)
+        return rank_of(self.captures.at(self.size(plan)), plan, self.book, cluster)
 
     def allowed(self, plan: ParallelPlan) -> Rank | None:
         """A rank of the plan; None where a rule forbids the plan (``refused`` says which)."""
@@ -171,11 +171,11 @@ class Search:
         """Price what FSDP sends in plans in one call of the pricer."""
         clusters, done = dict[tuple[Message, Group], Cluster](), set[tuple[int, ...]]()
         for rank in (rank for rank in ranks if rank.plan.zero):
-            plan, where = rank.plan, rank.where
+            plan, cluster = rank.plan, rank.cluster
             if (key := (id(rank.model), plan.zero, plan.stage_ranks, plan.shards)) not in done:
                 done.add(key)
                 messages = (m for unit in units_of_stages(rank) for m in unit.messages)
-                clusters |= {(m, where.groups[m.axis]): where for m in messages}
+                clusters |= {(m, cluster.groups[m.axis]): cluster for m in messages}
         if clusters:  # all are of one GPU and node
             prefetch_messages(list(clusters), self.book, next(iter(clusters.values())))
 
@@ -208,7 +208,7 @@ class Search:
         """The rank with its plan's time and memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
         room = room_bytes(self.book.gpu, rank.plan)
-        on_host = lacking_on_host(rank.where, host_memory(rank, self.optimizer))
+        on_host = lacking_on_host(rank.cluster, host_memory(rank, self.optimizer))
         fits = {"fits": nbytes <= room and not on_host, "close": too_close(nbytes, room)}
         return Scored(rank=rank, iteration_us=iteration_us, memory_bytes=nbytes, **fits)
 

@@ -69,46 +69,48 @@ class Message:
         return nodes * (1 - missed) / topk
 
 
-def formula_us(message: Message, group: Group, where: Cluster) -> float:
+def formula_us(message: Message, group: Group, cluster: Cluster) -> float:
     """Time of a collective by latency and rate (``itercast.microbench.ops.step.alpha_beta``)."""
     if group.size == 1:
         return 0.0
-    return float(floor_us(message.among(**_crossed(message, group, where)), where.gpu))
+    return float(floor_us(message.among(**_crossed(message, group, cluster)), cluster.gpu))
 
 
-def _crossed(message: Message, group: Group, where: Cluster) -> dict[str, Any]:
+def _crossed(message: Message, group: Group, cluster: Cluster) -> dict[str, Any]:
     """Describes the links that a group's message crosses, by the fields of ``Collective``.
 
     To a neighbour one rank of each group sends to the next node; of other collectives all do.
     """
     far = group.size > group.per_node
-    senders = where.gpus_per_node
+    senders = cluster.gpus_per_node
     if message.kind in NEIGHBOURS:
         senders = max(1, senders // group.per_node)
     return {
         "world_size": group.size,
-        "ranks_per_node": where.gpus_per_node if where.gpu.kind == "cpu" else group.per_node,
-        "link": "" if far else where.link(group.size),
-        "network_bytes_per_s": where.network_share(senders) if far else 0.0,
-        "link_bytes_per_s": where.link_bytes_per_s(group.per_node) if where.node else 0.0,
+        "ranks_per_node": cluster.gpus_per_node if cluster.gpu.kind == "cpu" else group.per_node,
+        "link": "" if far else cluster.link(group.size),
+        "network_bytes_per_s": cluster.network_share(senders) if far else 0.0,
+        "link_bytes_per_s": cluster.link_bytes_per_s(group.per_node) if cluster.node else 0.0,
     }
 
 
 Sent = tuple[Message, Group]  # a message, and the ranks that it is sent among
 
 
-def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
+def price_messages(
+    messages: Sequence[Message], book: PriceBook, cluster: Cluster
+) -> list[PricedOp]:
     """Prices each message as if no other were sent."""
-    sent_messages = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
-    prices = book.once(("sent", where.place), dict[Sent, PricedOp])
+    sent_messages = [(m, cluster.on_one_cpu(cluster.groups[m.axis])) for m in messages]
+    prices = book.once(("sent", cluster.place), dict[Sent, PricedOp])
     if fresh := [sent for sent in dict.fromkeys(sent_messages) if sent not in prices]:
         in_nodes = [(message, part) for message, group in fresh for part in _in_node(group)]
-        prefetch_messages([*fresh, *in_nodes], book, where)
-        prices |= {(m, group): _on_machine(m, group, book, where) for m, group in fresh}
+        prefetch_messages([*fresh, *in_nodes], book, cluster)
+        prices |= {(m, group): _on_machine(m, group, book, cluster) for m, group in fresh}
     priced = [prices[sent] for sent in sent_messages]
-    for link in where.crossings:
+    for link in cluster.crossings:
         for i, message in enumerate(messages):
-            far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)
+            far = message.among(world_size=cluster.groups[message.axis].size, ranks_per_node=1)
             us = link.crossed_us(far, message.axis, priced[i].duration_us)
             priced[i] = replace(priced[i], duration_us=us)
     return priced
@@ -120,19 +122,19 @@ def _in_node(group: Group) -> list[Group]:
     return [Group(size=group.per_node, per_node=group.per_node)] if split else []
 
 
-def _on_machine(message: Message, group: Group, book: PriceBook, where: Cluster) -> PricedOp:
+def _on_machine(message: Message, group: Group, book: PriceBook, cluster: Cluster) -> PricedOp:
     """The message by the machine's factors, with what it costs compute beside it.
 
     The latter by its bytes/s over each rank's link; what compute loses is at least what it loses to
     the same message in one node, as this one crosses links of a node, too.
     """
-    op = book.sent[where.place][message, group].among(group.size, group.per_node, book.machine)
+    op = book.sent[cluster.place][message, group].among(group.size, group.per_node, book.machine)
     if op.duration_us == 0:
         return op
     moved = bytes_moved(message.among(world_size=group.size, ranks_per_node=group.per_node))
     bytes_per_s = float(moved) / op.duration_us * 1e6
     slowdowns = book.beside(bytes_per_s, in_node=group.size <= group.per_node)
-    for in_node in (_on_machine(message, part, book, where) for part in _in_node(group)):
+    for in_node in (_on_machine(message, part, book, cluster) for part in _in_node(group)):
         if slowdowns and in_node.beside:
             time_frac = min(1.0, in_node.duration_us / op.duration_us)
             pairs = zip(slowdowns, in_node.beside, strict=True)
@@ -141,33 +143,33 @@ def _on_machine(message: Message, group: Group, book: PriceBook, where: Cluster)
     return replace(op, beside=slowdowns)
 
 
-def prefetch_messages(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
+def prefetch_messages(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> None:
     """Prices in one call messages among groups of ranks, into ``book.sent``.
 
-    ``where``: the links of these groups.
+    ``cluster``: the links of these groups.
     """
-    prices = book.sent.setdefault(where.place, {})
+    prices = book.sent.setdefault(cluster.place, {})
     fresh = [sent for sent in dict.fromkeys(messages) if sent not in prices]
     if not fresh:
         return
     for message, group in [sent for sent in fresh if sent[0].axis in TIERS]:
-        us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
+        us = tier_us(message.axis, message.kind, message.message_bytes, cluster.gpu)
         prices[message, group] = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
         fresh.remove((message, group))
     if "collective" in book.models:
-        priced = _learned(fresh, book, where)
+        priced = _learned(fresh, book, cluster)
     else:
-        by_formula = ((message, formula_us(message, group, where)) for message, group in fresh)
+        by_formula = ((message, formula_us(message, group, cluster)) for message, group in fresh)
         priced = (_priced(m, UNMODELLED, us, ((LATENCY, 1.0),)) for m, us in by_formula)
     prices.update(zip(fresh, priced, strict=True))
 
 
-def _assumed_shares(group: Group, scale: float, where: Cluster) -> AssumedShares:
+def _assumed_shares(group: Group, scale: float, cluster: Cluster) -> AssumedShares:
     """Returns which assumptions a modelled collective's time rests on, and their shares of it.
 
     ``scale``: its time over that of the largest group that the model knows.
     """
-    if group.size > group.per_node and where.network_assumed and where.gpu.kind != "cpu":
+    if group.size > group.per_node and cluster.network_assumed and cluster.gpu.kind != "cpu":
         return (("alpha_beta.network_bytes_per_s", 1.0),)
     return ((LATENCY, 1 - 1 / scale),) if scale > 1 else ()
 
@@ -180,22 +182,22 @@ def _smaller(group: Group) -> Iterator[Group]:
         group = Group(size=half, per_node=min(half, group.per_node))
 
 
-def _as_measured(where: Cluster) -> Cluster:
+def _as_measured(cluster: Cluster) -> Cluster:
     """The cluster with links at most as fast as the GPU's own, which its rows were measured over.
 
     What faster links gain is computed by formula: no row shows it.
     """
-    node, own = where.node, where.gpu.link_bytes_per_s
+    node, own = cluster.node, cluster.gpu.link_bytes_per_s
     if node is None or not 0 < own < node.link_bytes_per_s:
-        return where
-    return replace(where, node=replace(node, link_bytes_per_s=own))
+        return cluster
+    return replace(cluster, node=replace(node, link_bytes_per_s=own))
 
 
-def _learned(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
+def _learned(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> Iterator[PricedOp]:
     """The messages priced by the family's model, scaled by formula to groups that it knows not."""
-    measured = _as_measured(where)
+    measured = _as_measured(cluster)
     answer = partial(_modelled, messages, book, measured)
-    answers = book.kept(["collective"], (where.place, list(messages)), answer)
+    answers = book.kept(["collective"], (cluster.place, list(messages)), answer)
     for (message, group), modelled in zip(messages, answers, strict=True):
         if not modelled:  # a group of one rank sends nothing
             yield _priced(message, "collective", 0.0)
@@ -203,23 +205,23 @@ def _learned(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> Itera
         modelled_us, size, per_node = modelled
         as_measured = Group(size=size, per_node=per_node)
         scale = 1.0
-        if as_measured != group or measured is not where:
-            scale = formula_us(message, group, where) / formula_us(message, as_measured, measured)
-        shares = _assumed_shares(group, scale, where)
+        if as_measured != group or measured is not cluster:
+            scale = formula_us(message, group, cluster) / formula_us(message, as_measured, measured)
+        shares = _assumed_shares(group, scale, cluster)
         yield _priced(message, "collective", modelled_us * scale, shares)
 
 
-def _modelled(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tuple[Any, ...]]:
+def _modelled(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> list[tuple[Any, ...]]:
     """Of each message (us, size, ranks per node) of the largest group that the model knows.
 
     () for one that is sent to nobody. Links slower than any measured are scaled by formula.
     """
-    nearest = _largest_known(messages, book, where)
+    nearest = _largest_known(messages, book, cluster)
     if not nearest:
         return [()] * len(messages)
-    rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
+    rows = _rows([(m, group) for (m, _), group in nearest.items()], book, cluster)
     measured_rows = _no_slower(rows, book)
-    own_us, measured_us = (floor_us(columns(x, FAMILY), where.gpu) for x in (rows, measured_rows))
+    own_us, measured_us = (floor_us(columns(x, FAMILY), cluster.gpu) for x in (rows, measured_rows))
     priced = book.expected("collective", measured_rows)
     times_us = {
         sent: row["predicted_us"] * float(scale)
@@ -241,7 +243,9 @@ def _no_slower(rows: pd.DataFrame, book: PriceBook) -> pd.DataFrame:
     return rows.assign(**{name: rows[name] * faster for name in LINKS})
 
 
-def _largest_known(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
+def _largest_known(
+    messages: Sequence[Sent], book: PriceBook, cluster: Cluster
+) -> dict[Sent, Group]:
     """For each message the largest group inside the model's envelope; its own where none is.
 
     Looked up with rates of 0, the GPU's usual links: the group does not depend on slower ones.
@@ -249,9 +253,9 @@ def _largest_known(messages: Sequence[Sent], book: PriceBook, where: Cluster) ->
     tried = [(sent, smaller) for sent in messages for smaller in _smaller(sent[1])]
     largest: dict[Sent, Group] = {}
     if tried:
-        rows = _rows([(message, smaller) for (message, _), smaller in tried], book, where)
+        rows = _rows([(message, smaller) for (message, _), smaller in tried], book, cluster)
         rows = rows.assign(network_bytes_per_s=0.0, link_bytes_per_s=0.0)
-        inside = book.pricer.inside("collective", rows, {where.gpu.name: where.gpu})
+        inside = book.pricer.inside("collective", rows, {cluster.gpu.name: cluster.gpu})
         for (sent, smaller), is_inside in zip(tried, inside, strict=True):
             if is_inside:
                 largest.setdefault(sent, smaller)
@@ -260,14 +264,14 @@ def _largest_known(messages: Sequence[Sent], book: PriceBook, where: Cluster) ->
     return largest
 
 
-def _rows(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
+def _rows(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> pd.DataFrame:
     """A dataset row of each message, as family "collective" is priced by."""
-    facts: Row = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
-    facts["node"] = where.node.name if where.node else where.gpu.name
-    points = [m.among(**_crossed(m, g, where)) for m, g in messages]
+    facts: Row = {"gpu": cluster.gpu.name, "threads": book.threads, "cache": "warm"}
+    facts["node"] = cluster.node.name if cluster.node else cluster.gpu.name
+    points = [m.among(**_crossed(m, g, cluster)) for m, g in messages]
     names = [f.name for f in fields(Collective)]
     made = {name: [getattr(p, name) for p in points] for name in names}
-    made["op"] = [measured_op(op, where.gpu.kind) for op in made["op"]]
+    made["op"] = [measured_op(op, cluster.gpu.kind) for op in made["op"]]
     return pd.DataFrame(made | facts)
 
 

@@ -257,23 +257,23 @@ def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> Pr
     return book.once(("python", event, count, share), priced)
 
 
-def host_bytes_per_s(where: Cluster) -> float:
+def host_bytes_per_s(cluster: Cluster) -> float:
     """Bytes that a rank's part of its host's cores read and write in a second.
 
     The ranks of a node share out its cores, and its memory's bandwidth, evenly. torchrun gives each
     one thread unless OMP_NUM_THREADS says otherwise: that is slower.
     """
-    by_cores = where.cores_of_a_rank * MEMORY_BYTES_PER_S["core"]
-    return min(by_cores, where.gpus_of_a_rank * MEMORY_BYTES_PER_S["gpu"])
+    by_cores = cluster.cores_of_a_rank * MEMORY_BYTES_PER_S["core"]
+    return min(by_cores, cluster.gpus_of_a_rank * MEMORY_BYTES_PER_S["gpu"])
 
 
-def on_host(name: str, nbytes: float, where: Cluster) -> PricedOp:
+def on_host(name: str, nbytes: float, cluster: Cluster) -> PricedOp:
     """An op over so many bytes of host memory, read and written."""
     return PricedOp(
         op=name,
         family="host",
         phase=PYTHON,
-        duration_us=nbytes / host_bytes_per_s(where) * 1e6,
+        duration_us=nbytes / host_bytes_per_s(cluster) * 1e6,
         flops=0.0,
         assumed=(("host.memory_bytes_per_s", 1.0),),
         nbytes=nbytes,

@@ -225,20 +225,20 @@ class PricedModel:
 
 
 def price_model(
-    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
+    capture: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster
 ) -> PricedModel:
     """The step of one micro-batch with prices; ``capture`` has a rank's share of tokens.
 
     Kept by its rank graph, and the parts of the plan and of its placement that change prices.
     """
     if plan.shard or plan.tables:
-        step, rest, added_bytes = _tables_elsewhere()(capture, plan, book, where)
-        return replace(price_model(step, rest, book, where), added_bytes=added_bytes)
+        step, rest, added_bytes = _tables_elsewhere()(capture, plan, book, cluster)
+        return replace(price_model(step, rest, book, cluster), added_bytes=added_bytes)
     graph = rank_graph(capture, plan, book.gpu, book.stack, book.whole_cells)
-    groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
+    groups = tuple(cluster.groups[axis] for axis in ("tp", "cp", "ep"))
     pairs = plan.microbatches if plan.ep_overlap else 1
-    key = ("priced model", pairs, plan.parts("prices"), groups, where.node, book)
-    return graph.once(key, partial(_price_graph, graph, plan, book, where))
+    key = ("priced model", pairs, plan.parts("prices"), groups, cluster.node, book)
+    return graph.once(key, partial(_price_graph, graph, plan, book, cluster))
 
 
 def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
@@ -249,27 +249,27 @@ def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
     graphs: dict[int, RankGraph] = {}
     messages: dict[tuple[Message, Group], Cluster] = {}
     done = set[tuple[object, ...]]()
-    for capture, plan, where in asked:
+    for capture, plan, cluster in asked:
         with suppress(ValueError):
             graph = rank_graph(capture, plan, book.gpu, book.stack, book.whole_cells)
             graphs[id(graph)] = graph
-            key = (id(graph), *(where.groups[axis] for axis in ("tp", "cp", "ep")))
+            key = (id(graph), *(cluster.groups[axis] for axis in ("tp", "cp", "ep")))
             if key not in done:
                 done.add(key)
                 sent = graph.asked.messages.values()
-                messages |= {(m, where.groups[m.axis]): where for m in sent}
+                messages |= {(m, cluster.groups[m.axis]): cluster for m in sent}
     book.prefetch([op for graph in graphs.values() for op in graph.to_price()])
-    for where in list(messages.values())[:1]:  # all are of one GPU and node
-        prefetch_messages(list(messages), book, where)
+    for cluster in list(messages.values())[:1]:  # all are of one GPU and node
+        prefetch_messages(list(messages), book, cluster)
 
 
 def _price_graph(
-    graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
+    graph: RankGraph, plan: ParallelPlan, book: PriceBook, cluster: Cluster
 ) -> PricedModel:
     """The layers of a rank graph with prices, and the host time of its micro-batch."""
     if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
         raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
-    ops = price_calls(graph, plan, book, where)
+    ops = price_calls(graph, plan, book, cluster)
     events = graph.capture.host
     optimizer_events = {name: n for name, n in events.items() if name.endswith("_step")}
     others = {name: n for name, n in events.items() if name not in optimizer_events}

@@ -70,12 +70,12 @@ class AskedCalls:
             messages={i: message_of(call) for i, call in sent.items()},
         )
 
-    def sent(self, book: PriceBook, where: Cluster) -> dict[int, PricedOp]:
+    def sent(self, book: PriceBook, cluster: Cluster) -> dict[int, PricedOp]:
         """Times of the messages by number of the call, each as if no other were sent."""
         return dict(
             zip(
                 self.messages,
-                price_messages(list(self.messages.values()), book, where),
+                price_messages(list(self.messages.values()), book, cluster),
                 strict=True,
             )
         )
@@ -276,9 +276,9 @@ def _rank_graph(
     )
 
 
-def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Ops:
+def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, cluster: Cluster) -> Ops:
     """Calls and collectives with durations; of overlapped collectives the exposed time only."""
-    ops = graph.asked.sent(book, where) | graph.prices(book)[0]
+    ops = graph.asked.sent(book, cluster) | graph.prices(book)[0]
     calls = graph.capture.calls
     by_experts = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
     for i, sent in ((i, ops[i]) for i in graph.asked.messages):

@@ -86,9 +86,9 @@ def price_rank(
     asked = AskedCalls.of(calls, cold, sorted({*range(len(calls))} - {*of_host}))
     groups = [ranks_of(call) for call in calls if call.op == COLLECTIVE]
     ranks = {axis_among(group): group for group in groups}
-    where = cluster_of(ranks, book.gpu, node, per_node)
-    priced = asked.sent(book, where)
-    sharing_host = replace(where, gpus_per_node=min(world, per_node))
+    cluster = cluster_of(ranks, book.gpu, node, per_node)
+    priced = asked.sent(book, cluster)
+    sharing_host = replace(cluster, gpus_per_node=min(world, per_node))
     priced |= _of_host({i: calls[i] for i in of_host}, sharing_host)
     priced |= dict(zip(asked.ops, book.price(list(asked.ops.values())), strict=True))
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
@@ -111,15 +111,15 @@ def uncompiled(call: OpCall) -> bool:
     return not call.compiled
 
 
-def _of_host(calls: Mapping[int, OpCall], where: Cluster) -> dict[int, PricedOp]:
+def _of_host(calls: Mapping[int, OpCall], cluster: Cluster) -> dict[int, PricedOp]:
     """Copies between host and GPU, and the CPU's work on what lies in host memory."""
     priced = dict[int, PricedOp]()
     for i, call in calls.items():
         if call.op == HOST_COPY:
             direction, nbytes = call.args
-            priced[i] = host_copy(direction, nbytes, where.gpu)
+            priced[i] = host_copy(direction, nbytes, cluster.gpu)
         elif call.stream == ON_CPU:
-            priced[i] = on_host(call.op, update_bytes([priceable(call)]), where)
+            priced[i] = on_host(call.op, update_bytes([priceable(call)]), cluster)
     return priced
 
 

@@ -109,7 +109,7 @@ class Strategy:
         return replace(message, message_bytes=round(wider * message.message_bytes), dtype=PRECISE)
 
 
-def by_software(how: Strategy, plan: ParallelPlan, stack: Stack, dtype: str) -> Strategy:
+def by_software(strategy: Strategy, plan: ParallelPlan, stack: Stack, dtype: str) -> Strategy:
     """How replicas of a plan whose gradients are of ``dtype`` are kept equal by a stack.
 
     Gradients are reduced in fp32 under mixed precision (with ``zero``; DDP's are in it), and where
@@ -120,18 +120,18 @@ def by_software(how: Strategy, plan: ParallelPlan, stack: Stack, dtype: str) -> 
     half = bool(plan.compress) or stack.reduces_half
     buffer = stack.held.get(dtype)
     summed = buffer is not None and buffer.gradient >= ITEMSIZE_BYTES[PRECISE]
-    how = replace(how, in_fp32=not half and (bool(plan.amp and plan.zero) or summed))
-    if plan.zero not in stack.reduces_late or not (how.reduce or how.by_layer):
-        return how
-    packed = plan.amp and stack.reduces_half and how.codec is None
-    codec = Codec.of(str(FP16_RATIO)) if packed else how.codec
-    late = replace(how, bucket_bytes=WHOLE_MODEL, codec=codec, every_micro=False)
-    scatter = "all_reduce" if stack.all_reduces else how.scatter
-    return replace(late, frozen_whole=how.by_layer, scatter=scatter)
+    strategy = replace(strategy, in_fp32=not half and (bool(plan.amp and plan.zero) or summed))
+    if plan.zero not in stack.reduces_late or not (strategy.reduce or strategy.by_layer):
+        return strategy
+    packed = plan.amp and stack.reduces_half and strategy.codec is None
+    codec = Codec.of(str(FP16_RATIO)) if packed else strategy.codec
+    late = replace(strategy, bucket_bytes=WHOLE_MODEL, codec=codec, every_micro=False)
+    scatter = "all_reduce" if stack.all_reduces else strategy.scatter
+    return replace(late, frozen_whole=strategy.by_layer, scatter=scatter)
 
 
 @lru_cache(maxsize=4096)
-def strategy(plan: ParallelPlan) -> Strategy:
+def strategy_of(plan: ParallelPlan) -> Strategy:
     """Returns how the replicas of a plan are kept equal: DDP, ZeRO, gossip..."""
     replicas = Strategy() if plan.dp * plan.cp == 1 else _replicas(plan)
     alike = plan.expert_replicas if plan.ep > 1 else 1
@@ -222,31 +222,31 @@ class LayerBucket:
     axis: str
     members: tuple[tuple[int, int], ...]  # (instance, parameter)
 
-    def message(self, kind: str, how: Strategy) -> Message:
+    def message(self, kind: str, strategy: Strategy) -> Message:
         """One collective over the bucket, as large as its codes where gradients are compressed."""
-        ratio = how.codec.ratio(self.dtype) if how.codec else 1.0
+        ratio = strategy.codec.ratio(self.dtype) if strategy.codec else 1.0
         sent_bytes = max(1, round(self.nbytes * ratio))
         dtype = "fp16" if self.dtype == "fp32" and ratio <= FP16_RATIO else self.dtype
         return Message(kind=kind, axis=self.axis, message_bytes=sent_bytes, dtype=dtype)
 
-    def coded(self, how: Strategy, where: Cluster) -> tuple[list[OpCall], list[OpCall]]:
+    def coded(self, strategy: Strategy, cluster: Cluster) -> tuple[list[OpCall], list[OpCall]]:
         """The kernels that encode the bucket, and those that sum and decode what arrives."""
-        codec = how.codec
+        codec = strategy.codec
         if codec is None or codec.kind == "share":  # which is packed gradient by gradient
             return [], []
         numel = self.nbytes // ITEMSIZE_BYTES[self.dtype]
         whole = TensorSpec(shape=(numel,), dtype=self.dtype, storage=-1)
         codes = codec.coded(whole, -2)
-        rank_part = codec.coded(whole, -3, where.groups[self.axis].size)
+        rank_part = codec.coded(whole, -3, cluster.groups[self.axis].size)
         sums = [] if codec.summable else [codec.encode(codes, rank_part, "backward")]
         decode = codec.decode(codes, whole, "backward")
         return [codec.encode(whole, codes, "backward")], [*sums, decode]
 
-    def messages(self, how: Strategy, where: Cluster) -> list[Message]:
+    def messages(self, strategy: Strategy, cluster: Cluster) -> list[Message]:
         """What replicas send of the bucket once it is full; by gossip first within nodes."""
-        sent = [how.of_gradients(self.message(kind, how)) for kind in how.reduce]
-        group = where.groups[self.axis]
-        if not how.early or self.axis != "shard":
+        sent = [strategy.of_gradients(self.message(kind, strategy)) for kind in strategy.reduce]
+        group = cluster.groups[self.axis]
+        if not strategy.early or self.axis != "shard":
             return sent
         if group.size == group.per_node:
             return [replace(m, axis="intra_node") for m in sent]
@@ -279,24 +279,24 @@ def fill_buckets(
 
 
 def layer_buckets(
-    layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int] = ()
+    layers: Sequence[PricedLayer], strategy: Strategy, starts: Sequence[int] = ()
 ) -> list[LayerBucket]:
     """Buckets of a rank's layers in the order in which they fill.
 
     Experts have buckets of their own, or none where no other rank has them. So have the virtual
     stages that begin at the layers ``starts``: each is a module of its own.
     """
-    closed = fill_buckets(_ready_gradients(layers, how, starts), how.bucket_bytes)
+    closed = fill_buckets(_ready_gradients(layers, strategy, starts), strategy.bucket_bytes)
     buckets = [_layer_bucket(dtype, axis, members) for (dtype, axis, _), members in closed]
     return sorted(buckets, key=lambda b: (-b.instance, b.offset))
 
 
 def reductions(
-    layers: Sequence[PricedLayer], how: Strategy, where: Cluster, starts: Sequence[int]
+    layers: Sequence[PricedLayer], strategy: Strategy, cluster: Cluster, starts: Sequence[int]
 ) -> list[Message]:
     """Messages between replicas of these layers in backward: one per bucket and kind."""
-    buckets = layer_buckets(layers, how, starts) if how.reduce else []
-    return [m for b in buckets for m in b.messages(how, where)]
+    buckets = layer_buckets(layers, strategy, starts) if strategy.reduce else []
+    return [m for b in buckets for m in b.messages(strategy, cluster)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class _Gradient:
 
 
 def _ready_gradients(
-    layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int]
+    layers: Sequence[PricedLayer], strategy: Strategy, starts: Sequence[int]
 ) -> Iterator[tuple[tuple[str, str, int], int, _Gradient]]:
     """Yield bucket key, bytes and gradient in the order in which backward computes them.
 
@@ -324,7 +324,7 @@ def _ready_gradients(
         order = sorted(range(len(parameters)), key=keys.__getitem__)
         for at in order:
             p = parameters[at]
-            if p.ready_after >= 0 and not (p.spread and how.expert_replicas == 1):
+            if p.ready_after >= 0 and not (p.spread and strategy.expert_replicas == 1):
                 axis = "expert" if p.spread else "shard"
                 key = (p.dtype, axis, bisect_right(starts, instance))
                 yield key, p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)

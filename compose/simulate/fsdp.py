@@ -91,7 +91,7 @@ class Unit:
     def sums(self) -> list[PricedOp]:
         """The sums of shares of gradients among groups that shard; local SGD has none."""
         sums = [] if self.rank.strategy.every else summed_shares(self.layers, self.rank)
-        return price_messages(sums, self.rank.book, self.rank.where)
+        return price_messages(sums, self.rank.book, self.rank.cluster)
 
     @cached_property
     def gathered(self) -> tuple[tuple[PricedOp, ...], Work]:
@@ -108,9 +108,9 @@ class Unit:
     @cached_property
     def hooks(self) -> dict[float, tuple[PricedOp, Work]]:
         """Host time of a layer's hooks, and its work, by the share of them that runs."""
-        (x,), how = self.layers, self.rank.strategy
-        event = "fsdp_layer" if how.regather else "fsdp_layer_kept"
-        count = len(x.layer.trained if how.frozen_whole else x.layer.replicated)
+        (x,), strategy = self.layers, self.rank.strategy
+        event = "fsdp_layer" if strategy.regather else "fsdp_layer_kept"
+        count = len(x.layer.trained if strategy.frozen_whole else x.layer.replicated)
         shares = (FORWARD_SHARE, 1 - FORWARD_SHARE, 1.0) if count else ()
         ops = {share: python_op(event, count, self.rank.book, share) for share in shares}
         return {share: (op, x.fold([op])) for share, op in ops.items()}
@@ -135,7 +135,7 @@ class Unit:
 
     def _priced(self, kind: str, *, trained: bool) -> list[PricedOp]:
         messages = self._messages(kind, trained=trained)
-        return price_messages(messages, self.rank.book, self.rank.where)
+        return price_messages(messages, self.rank.book, self.rank.cluster)
 
 
 def is_apart(rank: Rank, x: PricedLayer) -> bool:
@@ -158,7 +158,7 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     sizes = {size for unit in units for size in sharded_bytes(unit.layers, rank).items()}
     kinds = ("all_gather", rank.strategy.scatter)
     messages = [_message(rank, kind, on, n) for kind in kinds for on, n in sorted(sizes)]
-    price_messages(messages, rank.book, rank.where)  # one call of the pricer
+    price_messages(messages, rank.book, rank.cluster)  # one call of the pricer
     if gather and root.gathers:
         fetched = program.fetch(root.shards[0], program.lanes.done)
         program.lanes.wait(_send(program, root.gathers, (*program.lanes.done, *fetched)))
@@ -180,7 +180,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     earlier micro-batches. Before a layer's backward the next one is asked for, so that its gather
     is ahead of the scatter after it; on a CPU where it is needed.
     """
-    layers, how = list(reversed(program.rank.layers)), program.how
+    layers, strategy = list(reversed(program.rank.layers)), program.strategy
     sent, copies = _gathered_again(program, layers[:1])
     markers: list[tuple[int, ...]] = [program.lanes.done]
     last: list[int] = []
@@ -192,7 +192,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         work = copies.then(python)
         if not program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
-        work = work.then(x.later_work if later and not how.scatters_each else x.backward_work)
+        work = work.then(x.later_work if later and not strategy.scatters_each else x.backward_work)
         apart = scatter and is_apart(program.rank, x)
         if apart:
             into, packing = Unit.of(program, x).scattered
@@ -276,7 +276,7 @@ def _gathered(
 
 def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[list[int], Work]:
     """Gather the first layer's parameters for its backward; ``NONE`` if kept, or without layers."""
-    if not layers or not program.how.regather or not layers[0].fetches:
+    if not layers or not program.strategy.regather or not layers[0].fetches:
         return NONE
     return _gathered(program, layers[0], program.lanes.done, program.lanes.done)
 
@@ -287,7 +287,7 @@ def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
     Returns the tasks to wait for. Under local SGD groups do not add up gradients. ``later``: of a
     micro-batch after the first.
     """
-    behind = program.copied[-1:] if "parameters" in program.how.offload else []
+    behind = program.copied[-1:] if "parameters" in program.strategy.offload else []
     sent = _send(program, unit.scatters, (*program.lanes.done, *behind))
     lane = "comm" if stack_of_row(program.rank.book.stack).one_stream else AMONG_GROUPS
     sent += _send(program, unit.sums, tuple(sent) or None, lane)

@@ -92,8 +92,9 @@ def _accumulations(rank: Rank) -> int:
     """
     if rank.strategy.scatters_each:
         return 0
-    how, zeroed = rank.strategy, rank.one_by_one
-    return max(0, rank.plan.microbatches - (not zeroed) - (bool(how.reduce) and not how.early))
+    strategy, zeroed = rank.strategy, rank.one_by_one
+    in_bucket = bool(strategy.reduce) and not strategy.early
+    return max(0, rank.plan.microbatches - (not zeroed) - in_bucket)
 
 
 def _tally_layers(

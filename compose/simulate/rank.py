@@ -32,7 +32,7 @@ from itercast.compose.simulate.data_parallel import (
     LayerBucket,
     Strategy,
     by_software,
-    strategy,
+    strategy_of,
 )
 from itercast.compose.simulate.timeline import SHARED, Span, Task, simulate_shared
 from itercast.microbench.hardware.spec import Gpu
@@ -201,7 +201,7 @@ class Rank:
     starts: tuple[int, ...] = ()
     model: PricedModel
     book: PriceBook
-    where: Cluster
+    cluster: Cluster
     kin: float = 0
     synchronised: bool = False
 
@@ -232,7 +232,7 @@ class Rank:
     def strategy(self) -> Strategy:
         """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
         stack = stack_of_row(self.book.stack)
-        return by_software(strategy(self.plan), self.plan, stack, self.gradient_dtype)
+        return by_software(strategy_of(self.plan), self.plan, stack, self.gradient_dtype)
 
     @property
     def one_by_one(self) -> bool:
@@ -303,7 +303,7 @@ class RankTasks:
     def __init__(
         self, rank: Rank, *, ahead: bool = False, pauses: Mapping[int, Pause] = MappingProxyType({})
     ) -> None:
-        self.rank, self.how, self.pauses = rank, rank.strategy, pauses
+        self.rank, self.strategy, self.pauses = rank, rank.strategy, pauses
         self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.ranks_per_core, ahead)
         self.sent: list[PricedOp] = []
         self.copies: list[PricedOp] = []
@@ -336,18 +336,18 @@ class RankTasks:
 
         The one after that waits for it: what two layers save is on the GPU at a time.
         """
-        if "activations" in self.how.offload:
+        if "activations" in self.strategy.offload:
             self.lanes.wait(self.copied[-1:])
             self.copied.append(self.lanes.send(self.host_copy(x.saved_bytes, "d2h"), "d2h"))
 
     def from_host(self, x: PricedLayer, after: tuple[int, ...]) -> None:
         """Copy what a layer saved back before its backward, once the tasks ``after`` are done."""
-        if x.fetches and "activations" in self.how.offload:
+        if x.fetches and "activations" in self.strategy.offload:
             self.lanes.wait([self.lanes.send(self.host_copy(x.saved_bytes, "h2d"), "h2d", after)])
 
     def fetch(self, nbytes: int, after: tuple[int, ...]) -> tuple[int, ...]:
         """Copy a rank's shards that the host has to the GPU once the tasks ``after`` are done."""
-        if "parameters" not in self.how.offload or not nbytes:
+        if "parameters" not in self.strategy.offload or not nbytes:
             return ()
         return (self.lanes.send(self.host_copy(nbytes, "h2d"), "h2d", after),)
 
@@ -356,11 +356,11 @@ class RankTasks:
 
         ``later``: the host waits for them, and adds them to those of earlier micro-batches.
         """
-        if "parameters" not in self.how.offload or not nbytes:
+        if "parameters" not in self.strategy.offload or not nbytes:
             return []
         self.copied.append(self.lanes.send(self.host_copy(nbytes, "d2h"), "d2h", after))
         if later:  # the sum reads both and writes one
-            self.copies.append(on_host("sum of gradients", 3 * nbytes, self.rank.where))
+            self.copies.append(on_host("sum of gradients", 3 * nbytes, self.rank.cluster))
             self.lanes.on_host(self.copies[-1], self.copied[-1:])
         return self.copied[-1:]
 
@@ -372,6 +372,6 @@ class RankTasks:
     def price(self, messages: Sequence[Message], every: float = 1) -> list[PricedOp]:
         """Messages with durations, noted as sent; a step's mean of those sent every few steps."""
         rank = self.rank
-        ops = [op.over(every) for op in price_messages(messages, rank.book, rank.where)]
+        ops = [op.over(every) for op in price_messages(messages, rank.book, rank.cluster)]
         self.sent += ops
         return ops

@@ -25,7 +25,7 @@ class RankProgram(RankUpdate):
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            python = hooks(self, x, 1.0, micro) if self.how.by_layer else Work()
+            python = hooks(self, x, 1.0, micro) if self.strategy.by_layer else Work()
             forward = forward.then(python).then(x.forward_work)
             first = (x.later_work if self.rank.one_by_one else x.backward_work).then(first)
             later = x.later_work.then(later)
@@ -38,14 +38,14 @@ class RankProgram(RankUpdate):
 
         Messages that replicas send once a step before forward are sent before that one.
         """
-        gather = self.how.every_micro or last
-        if self.how.broadcast and last:
+        gather = self.strategy.every_micro or last
+        if self.strategy.broadcast and last:
             self._broadcast()
-        if self.how.early and last:
+        if self.strategy.early and last:
             self._average()
-        if self.how.by_layer:
+        if self.strategy.by_layer:
             sharded_forward(self, gather=gather)
-        elif "activations" in self.how.offload:
+        elif "activations" in self.strategy.offload:
             for x in self.rank.layers:
                 self.lanes.work(x.forward_work, f"forward {x.layer.name}")
                 self.to_host(x)
@@ -57,13 +57,13 @@ class RankProgram(RankUpdate):
 
     def _average(self) -> None:
         """Add the average of parameters with other replicas, first layers first."""
-        if self.how.sends < 1:
+        if self.strategy.sends < 1:
             self._over_parameters((NORM,), "norms")
-        self.filled = layer_buckets(self.rank.layers, self.how)[::-1]
+        self.filled = layer_buckets(self.rank.layers, self.strategy)[::-1]
         for bucket in self.filled:
             self._copy_bucket(bucket, into=True)
-            kinds = bucket.messages(self.how, self.rank.where)
-            sent = self.price(kinds, 1 / self.how.sends)
+            kinds = bucket.messages(self.strategy, self.rank.cluster)
+            sent = self.price(kinds, 1 / self.strategy.sends)
             self.averaged += [self.lanes.send(m) for m in sent]
 
     def _broadcast(self) -> None:
@@ -84,21 +84,21 @@ class RankProgram(RankUpdate):
         ``sync``: full buckets are reduced beside it, awaited and copied back at its end.
         """
         layers, later = self.rank.layers, later or self.rank.one_by_one
-        if self.how.by_layer:
+        if self.strategy.by_layer:
             sharded_backward(self, scatter=sync, later=later)
             return
-        reduces = sync and self.how.reduce and not self.how.early
-        filled = layer_buckets(layers, self.how, self.rank.starts) if reduces else []
+        reduces = sync and self.strategy.reduce and not self.strategy.early
+        filled = layer_buckets(layers, self.strategy, self.rank.starts) if reduces else []
         self.filled = filled or self.filled
-        kinds = [m for b in filled for m in b.messages(self.how, self.rank.where)]
-        price_messages(kinds, self.rank.book, self.rank.where)  # one call of the pricer
+        kinds = [m for b in filled for m in b.messages(self.strategy, self.rank.cluster)]
+        price_messages(kinds, self.rank.book, self.rank.cluster)  # one call of the pricer
         due: dict[int, list[LayerBucket]] = {}
         for b in filled:
             due.setdefault(b.instance, []).append(b)
         reduced: list[list[int]] = []
         waiting, marker = Work(), self.lanes.done
         for i in range(len(layers) - 1, -1, -1):
-            if i in self.pauses or "activations" in self.how.offload:
+            if i in self.pauses or "activations" in self.strategy.offload:
                 self.lanes.work(waiting, "backward")
                 self.pause(i)
                 self.from_host(layers[i], marker)  # one layer ahead
@@ -133,16 +133,16 @@ class RankProgram(RankUpdate):
             if bucket is None:
                 return waiting.then(x.fold(ops))
             ops += self._codec(bucket, encode=True)
-            in_chunks = self.how.chunks > 1 and len(ops) > 0
+            in_chunks = self.strategy.chunks > 1 and len(ops) > 0
             if in_chunks:  # the last op before the bucket is full, in two parts
-                part = ops[-1].duration_us / self.how.chunks
+                part = ops[-1].duration_us / self.strategy.chunks
                 rest = replace(ops[-1], duration_us=ops[-1].duration_us - part)
                 ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
             self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
             waiting, start = Work(), stop
-            messages = self.price(bucket.messages(self.how, self.rank.where))
+            messages = self.price(bucket.messages(self.strategy, self.rank.cluster))
             if in_chunks:
-                share = (self.how.chunks - 1) / self.how.chunks
+                share = (self.strategy.chunks - 1) / self.strategy.chunks
                 first = [
                     self.lanes.send(replace(m, duration_us=m.duration_us * share)) for m in messages
                 ]
@@ -163,8 +163,8 @@ class RankProgram(RankUpdate):
         for at, p in enumerate(x.layer.parameters):
             if start <= p.ready_after < stop:
                 added = [x.accumulate[at]] if later else []
-                alone = p.spread and self.how.expert_replicas == 1
-                added += [] if alone else [x.into_bucket[at]] * self.how.copies_in
+                alone = p.spread and self.strategy.expert_replicas == 1
+                added += [] if alone else [x.into_bucket[at]] * self.strategy.copies_in
                 self.copies += added
                 ready.setdefault(p.ready_after, []).extend(added)
         ops: list[PricedOp] = []
@@ -174,8 +174,8 @@ class RankProgram(RankUpdate):
 
     def reduce_tied(self, nbytes: int) -> None:
         """Add the all_reduce of a tied weight's gradient between first and last stage."""
-        pipeline = self.rank.where.groups["pp"]
+        pipeline = self.rank.cluster.groups["pp"]
         axis = "inter_node" if pipeline.per_node < pipeline.size else "intra_node"
         dtype = self.rank.model.graph.tied[0].dtype
         message = Message(kind="all_reduce", axis=axis, message_bytes=nbytes, dtype=dtype)
-        self.lanes.wait([self.lanes.send(self.price([self.how.of_gradients(message)])[0])])
+        self.lanes.wait([self.lanes.send(self.price([self.strategy.of_gradients(message)])[0])])

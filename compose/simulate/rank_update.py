@@ -34,7 +34,7 @@ class RankUpdate(RankTasks):
 
     def _codec(self, bucket: LayerBucket, *, encode: bool) -> list[PricedOp]:
         """The kernels that encode a bucket, or decode it."""
-        encoding, decoding = bucket.coded(self.how, self.rank.where)
+        encoding, decoding = bucket.coded(self.strategy, self.rank.cluster)
         calls = encoding if encode else decoding
         ops = self.rank.book.price([priceable(c) for c in calls]) if calls else []
         self.copies += ops
@@ -43,8 +43,8 @@ class RankUpdate(RankTasks):
     def _copy_bucket(self, bucket: LayerBucket, *, into: bool) -> None:
         """Add the copies of gradients ``into`` a bucket, or out of it once it is decoded."""
         layers, work = self.rank.layers, Work()
-        every = max(1, self.how.every) / self.how.sends
-        times = self.how.copies_in if into else self.how.copies_out
+        every = max(1, self.strategy.every) / self.strategy.sends
+        times = self.strategy.copies_in if into else self.strategy.copies_out
         if not into:
             decode = self._codec(bucket, encode=False)
             work = layers[bucket.instance].fold(decode)
@@ -81,14 +81,14 @@ class RankUpdate(RankTasks):
                 self._copy_bucket(bucket, into=False)
         trained = [p for x in rank.layers for p in x.layer.trained]
         tensors = len(trained)
-        if "parameters" in self.how.offload:
+        if "parameters" in self.strategy.offload:
             self._update_on_host(optimizer, trained)
             return
         ops = rank.book.price(self.own_update())
         self.updates += ops
         self._count_launches(ops)
         state = self._own(trained, partial(state_bytes, optimizer))
-        offloaded = "optimizer" in self.how.offload and state
+        offloaded = "optimizer" in self.strategy.offload and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self.host_copy(state, "h2d"), "h2d")])
         if trained or ops:
@@ -97,7 +97,8 @@ class RankUpdate(RankTasks):
             self._update_matrices([p for p in trained if p.matrix])
         if offloaded:
             self.lanes.wait([self.lanes.send(self.host_copy(state, "d2h"), "d2h")])
-        kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
+        after_update = self.strategy.after_update
+        kinds = [b.message(k, self.strategy) for b in self.filled for k in after_update]
         self.lanes.wait([self.lanes.send(m) for m in self.price([*kinds, *self.regathered()])])
         self._average_copies(optimizer)
 
@@ -113,7 +114,7 @@ class RankUpdate(RankTasks):
         """Host time in us of the optimizer's Python over tensors; over shards more, by DTensor."""
         rank = self.rank
         python_us = rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
-        if not self.how.by_layer:
+        if not self.strategy.by_layer:
             return python_us
         self.copies.append(host_cost({update_event(optimizer, "dtensor_step"): tensors}, rank.book))
         return python_us + self.copies[-1].duration_us
@@ -124,7 +125,7 @@ class RankUpdate(RankTasks):
             plan = str(self.rank.plan)
             raise ValueError(f"plan {plan!r}: Muon's products are a GPU's, not a host's")
         python_us = self._python_of_update(optimizer, len(trained))
-        op = on_host("optimizer on the CPU", update_bytes(self.own_update()), self.rank.where)
+        op = on_host("optimizer on the CPU", update_bytes(self.own_update()), self.rank.cluster)
         self.updates.append(op)
         self.lanes.on_host(replace(op, duration_us=op.duration_us + python_us), self.copied[-1:])
 
@@ -141,14 +142,14 @@ class RankUpdate(RankTasks):
         numel = self._own(others, lambda of: sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in of))
         wanted = [*tables, *scaled_update(model.graph.optimizer, max(1, numel), len(others))]
         optimizer = model.graph.capture.optimizer
-        if self.how.fused_update and (len(others) < len(trained) or "+" in optimizer):
+        if self.strategy.fused_update and (len(others) < len(trained) or "+" in optimizer):
             plan = str(self.rank.plan)
             raise ValueError(f"plan {plan!r}: the calls of {optimizer} fit in no fused kernel")
-        return fused_update(wanted) if self.how.fused_update else wanted
+        return fused_update(wanted) if self.strategy.fused_update else wanted
 
     def regathered(self) -> list[Message]:
         """What a pipeline's rank under ZeRO 1 gathers after the update: parameters kept whole."""
-        if not self.how.by_layer or self.how.every_micro or self.rank.plan.pp == 1:
+        if not self.strategy.by_layer or self.strategy.every_micro or self.rank.plan.pp == 1:
             return []
         gathered = sharded_bytes(self.rank.layers, self.rank).items()
         return [Message(kind="all_gather", axis=on, message_bytes=n) for on, n in gathered]
@@ -159,7 +160,7 @@ class RankUpdate(RankTasks):
         """What ``count`` counts of parameters, over the ranks that share out their update."""
         plan, total = self.rank.plan, 0
         for spread in (False, True):
-            ranks = plan.shards_of(spread=spread) if self.how.share_update else 1
+            ranks = plan.shards_of(spread=spread) if self.strategy.share_update else 1
             total += count([p for p in parameters if p.spread == spread]) // ranks
         return total
 
@@ -169,7 +170,7 @@ class RankUpdate(RankTasks):
         Matrices are on their way while a rank multiplies those that it has.
         """
         known, fold = self.rank.model.graph.matrices, self.rank.layers[0].fold
-        ranks = self.rank.plan.shards if self.how.share_update else 1
+        ranks = self.rank.plan.shards if self.strategy.share_update else 1
         alike: dict[tuple[object, ...], list[ParamSpec]] = {}
         for p in matrices:
             alike.setdefault((known[p.storage].shape, p.shape, p.dtype), []).append(p)
@@ -202,16 +203,15 @@ class RankUpdate(RankTasks):
 
         Nothing of the next step overlaps it, so that times of steps with and without it add up.
         """
-        plan, every = self.rank.plan, self.how.every
-        filled = (
-            layer_buckets(self.rank.layers, self.how) if every and not self.how.by_layer else []
-        )
-        messages = [b.message("all_reduce", self.how) for b in filled]
-        if every and self.how.by_layer:
+        plan, every = self.rank.plan, self.strategy.every
+        sharded = self.strategy.by_layer
+        filled = layer_buckets(self.rank.layers, self.strategy) if every and not sharded else []
+        messages = [b.message("all_reduce", self.strategy) for b in filled]
+        if every and sharded:
             messages += summed_shares(self.rank.layers, self.rank)
         messages += self._averaged_tables(optimizer)
-        if self.how.outer:
-            self._over_parameters(BEFORE_AVERAGE, "outer optimizer", self.how.every)
+        if self.strategy.outer:
+            self._over_parameters(BEFORE_AVERAGE, "outer optimizer", self.strategy.every)
         sent = list[int]()
         for i, message in enumerate(self.price(messages, max(1, plan.local))):
             if i < len(filled):
@@ -220,14 +220,14 @@ class RankUpdate(RankTasks):
         self.lanes.wait(sent)
         for bucket in filled:
             self._copy_bucket(bucket, into=False)
-        if self.how.outer:
-            self._over_parameters(AFTER_AVERAGE, "outer optimizer", self.how.every)
+        if self.strategy.outer:
+            self._over_parameters(AFTER_AVERAGE, "outer optimizer", self.strategy.every)
 
     def _over_parameters(
         self, calls: Sequence[str], name: str, every: float = 1, dtype: str = ""
     ) -> None:
         """Add calls over all parameters that the rank trains, made every so many steps."""
-        layers, shards = self.rank.layers, self.rank.plan.shards if self.how.by_layer else 1
+        layers, shards = self.rank.layers, self.rank.plan.shards if self.strategy.by_layer else 1
         trained = [p for x in layers for p in x.layer.trained]
         if not trained:
             return

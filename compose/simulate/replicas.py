@@ -171,7 +171,7 @@ def messages_of(rank: Rank) -> Sequence[tuple[Sequence[Message], int]]:
 
 def slots_of(rank: Rank) -> Sequence[tuple[Sequence[PricedOp], int]]:
     """``messages_of`` with durations."""
-    return [(price_messages(m, rank.book, rank.where), count) for m, count in messages_of(rank)]
+    return [(price_messages(m, rank.book, rank.cluster), count) for m, count in messages_of(rank)]
 
 
 def latency_us(messages: Sequence[Message], rank: Rank) -> float:
@@ -182,7 +182,7 @@ def latency_us(messages: Sequence[Message], rank: Rank) -> float:
     if rank.book.gpu.kind != "cpu":
         return 0.0
     empty = [replace(m, message_bytes=min(EMPTY_BYTES, m.message_bytes)) for m in messages]
-    return sum(op.duration_us for op in price_messages(empty, rank.book, rank.where))
+    return sum(op.duration_us for op in price_messages(empty, rank.book, rank.cluster))
 
 
 def steady_us(
@@ -199,7 +199,7 @@ def steady_us(
 def send_to_next_replica(program: RankTasks) -> None:
     """Add the copies and additions of what replicas send to the next one, by layer."""
     for x in program.rank.layers:
-        out = () if program.how.handed_on else x.out_of_bucket
+        out = () if program.strategy.handed_on else x.out_of_bucket
         ops = [*x.into_bucket, *x.accumulate, *out]
         program.copies += ops
         program.lanes.work(x.fold(ops), f"send {x.layer.name}")
@@ -212,7 +212,7 @@ def staggered(rank: Rank, alone: Shares) -> Shares:
     """
     end_us = comm_us = slowed_us = 0.0
     for messages, count in messages_of(rank):
-        sent = price_messages(messages, rank.book, rank.where)
+        sent = price_messages(messages, rank.book, rank.cluster)
         message_us = sum(m.duration_us for m in sent)
         asleep_us = min(message_us, latency_us(messages, rank))
         own_us = alone.end_us * count / (2 * rank.plan.dp)

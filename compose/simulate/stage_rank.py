@@ -85,8 +85,8 @@ class StageRuns:
 def stage_facts(rank: Rank) -> tuple[object, ...]:
     """The key of a stage's runs beside its layers: what else changes them."""
     axes = ("shard", "replicate", "expert", "expert_shard", "expert_replicate")
-    groups = (rank.where.groups[axis] for axis in axes)
-    shared = (rank.book, rank.ranks_per_core, rank.where.place, rank.where.crossings)
+    groups = (rank.cluster.groups[axis] for axis in axes)
+    shared = (rank.book, rank.ranks_per_core, rank.cluster.place, rank.cluster.crossings)
     plan = rank.plan
     cut = plan.schedule in CUT_BACKWARD
     return (plan.microbatches > 1, plan.virtual > 1, cut, rank.strategy, *groups, *shared)
@@ -106,7 +106,7 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     """
     plan = rank.plan
     whole_bytes = crossing_bytes(rank, chunk)
-    per_node = rank.where.groups["pp"].per_node
+    per_node = rank.cluster.groups["pp"].per_node
     sender, receiver = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
     if sender == receiver:
         return ()
@@ -122,7 +122,7 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
         Message(kind=kind, axis=on, message_bytes=max(1, round(nbytes * ratio)), dtype=dtype)
         for kind, on, nbytes in sizes
     ]
-    sent = price_messages(messages, rank.book, rank.where)
+    sent = price_messages(messages, rank.book, rank.cluster)
     if codec is None:
         return sent
     itemsize = ITEMSIZE_BYTES[dtype]
@@ -362,10 +362,10 @@ def stage_tails(
     fresh = [x for x, (key, _) in zip(stages, keyed, strict=True) if key not in x.model.once]
     for first in {id(stage.book): stage for stage in fresh}.values():
         book, alike = first.book, [stage for stage in fresh if stage.book is first.book]
-        messages = [m for x in alike for m in reductions(x.layers, x.strategy, x.where, x.starts)]
+        messages = [m for x in alike for m in reductions(x.layers, x.strategy, x.cluster, x.starts)]
         programs = [RankProgram(stage) for stage in alike]
         messages += [m for program in programs for m in program.regathered()]
-        price_messages(messages, book, first.where)  # one call of the pricer for all of them
+        price_messages(messages, book, first.cluster)  # one call of the pricer for all of them
         book.prefetch([op for program in programs for op in program.own_update()])
     runs = [stage.model.once(key, make) for stage, (key, make) in zip(stages, keyed, strict=True)]
     return [

@@ -12,7 +12,7 @@ from typing import Any
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.parallel.placement import Crossing, cluster
+from itercast.compose.parallel.placement import Crossing, cluster_for
 from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.rank import Rank
@@ -45,7 +45,7 @@ class Job:
     def rank(self, group: GpuGroup, plan: ParallelPlan, rows: int, *crossings: Crossing) -> Rank:
         """A rank on one of the group's GPUs, with all layers and a micro-batch of ``rows``."""
         target = self.targets[group.name]
-        place = replace(cluster(plan, target.gpu, target.node), crossings=crossings)
+        place = replace(cluster_for(plan, target.gpu, target.node), crossings=crossings)
         return rank_of(self.captures.at((rows, self.seq, plan.autocast)), plan, target.book, place)
 
 
@@ -107,7 +107,7 @@ def _peers(job: Job, plan: ParallelPlan) -> list[GpuGroup]:
     peers = list[GpuGroup]()
     for group in job.cluster.groups:
         target = job.targets[group.name]
-        shard = cluster(plan, target.gpu, target.node).groups["shard"]
+        shard = cluster_for(plan, target.gpu, target.node).groups["shard"]
         averaged_first = shard.per_node if shard.per_node < shard.size else 1
         peers += [group] * max(1, group.count // plan.tp // averaged_first)
     return peers

@@ -21,7 +21,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, rank_of
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.measured_step import MeasuredStep
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.target import Target, find_target
 from itercast.eval.compare import SETTING_COLUMNS, step_of
@@ -145,8 +145,8 @@ def _answer(bundle: Path, asked: Facts) -> Answer:
 
 def last_rank_bytes(step: StepCapture, target: Target) -> int:
     """Peak memory of the last rank of a plan, which is that of all without a pipeline."""
-    where = cluster(target.plan, target.gpu, target.node)
-    rank = rank_of(step, target.plan, target.book, where)
+    cluster = cluster_for(target.plan, target.gpu, target.node)
+    rank = rank_of(step, target.plan, target.book, cluster)
     return sum(stage_memory(rank, step.optimizer)[-1].values())
 
 

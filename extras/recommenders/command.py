@@ -93,7 +93,7 @@ def _facts(forecaster: Forecaster, ranking: Ranking, plan: str) -> dict[str, Any
         "gpu": forecaster.book.gpu.name,
         "gpus": forecaster.world_size,
         "bundle": forecaster.target.bundle_name,
-        "network": forecaster.where.network,
+        "network": forecaster.cluster.network,
         "shardings": entries,
         "plan": json.loads(plan),
     }

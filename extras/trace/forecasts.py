@@ -9,7 +9,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.program import ProgramCapture
 from itercast.compose.forecast import rank_of
 from itercast.compose.graph.identity_cache import Once
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.programs.forecast import peak_bytes, priced_program
 from itercast.compose.programs.timeline import simulate_program
@@ -30,7 +30,7 @@ def shown_rank(
     step: StepCapture, plan: ParallelPlan, book: PriceBook, node: Node | None = None
 ) -> Rank:
     """The rank that a forecast of the step simulates, with a task for every op."""
-    rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
+    rank = rank_of(step, plan, book, cluster_for(plan, book.gpu, node))
     layers = tuple(replace(x, shown=True) for x in rank.model.layers)
     model = replace(rank.model, layers=layers, once=Once())
     return replace(rank, model=model, layers=model.each_layer)

@@ -27,7 +27,7 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.parallel.tp import PRODUCTS, tensor_parallel
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
@@ -213,7 +213,7 @@ def test_recomputation_is_one_more_forward(name: str, text: str) -> None:
     plan = ParallelPlan.parse(f"{text},amp,recompute=full".strip(","))
     found = with_engine(step(name, "sdpa", True), "compile")
     book = PriceBook(Flat(), HALVES, 0)
-    made = price_model(found, plan, book, cluster(plan, HALVES))
+    made = price_model(found, plan, book, cluster_for(plan, HALVES))
     for block in made.layers[1:-1]:
         once, again = (
             sum(op.family == "gemm" for op in ops) for ops in (block.forward, block.backward)
@@ -303,7 +303,7 @@ def test_replicas_of_experts_are_grouped_over_dp_or_over_all_ranks() -> None:
     halved, whole = (ParallelPlan.parse(f"tp=2,sp,dp=4,ep={ep}") for ep in (2, 8))
     assert (halved.expert_tp, halved.expert_replicas) == (2, 2)
     assert (whole.expert_tp, whole.expert_replicas) == (1, 1)
-    groups = cluster(ParallelPlan.parse("tp=2,sp,dp=8,ep=4,etp=1"), GPU).groups
+    groups = cluster_for(ParallelPlan.parse("tp=2,sp,dp=8,ep=4,etp=1"), GPU).groups
     assert (groups["ep"].size, groups["ep"].per_node) == (4, 4)  # neighbours, tp among them
     assert (groups["expert"].size, groups["expert"].per_node) == (4, 2)
 

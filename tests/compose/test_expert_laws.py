@@ -82,7 +82,7 @@ def test_gathers_and_scatters_of_experts_go_among_their_replicas() -> None:
     with as many experts as ranks nothing is sent for them. The pricer takes 1 us per KiB.
     """
     rank = rank_for("moe", "dp=8,ep=4,zero=3")
-    group = rank.where.groups["expert_shard"]
+    group = rank.cluster.groups["expert_shard"]
     assert (group.size, group.per_node) == (2, 2)
     one = EXPERTS // 4
     lone, shared = (expert_bytes(f"dp={n},ep=4,zero=3") for n in (4, 8))
@@ -99,7 +99,7 @@ def test_groups_that_shard_sum_their_experts_among_themselves() -> None:
         rank = rank_for("moe", text)
         plan = rank.plan
         assert (plan.expert_shards, plan.expert_replicas) == (shards, 16 // ep)
-        groups = rank.where.groups
+        groups = rank.cluster.groups
         assert (groups["expert_shard"].size, groups["expert_replicate"].size) == (shards, 4)
         dense = sum(x.layer.dense.padded_bytes(4, trained=True) for x in rank.layers) // 4
         own = BLOCKS * EXPERTS // ep // shards

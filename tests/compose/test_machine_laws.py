@@ -58,7 +58,7 @@ def check_faster(name: str, text: str, seed: int) -> None:
     rank = rank_for(name, text, gpu, (Bare, Flat, Knowing)[seed // 3 % 3], node)
     times_us = []
     for factors in faster(seed):
-        made = rank_of(model(name), rank.plan, rank.book.on(factors), rank.where)
+        made = rank_of(model(name), rank.plan, rank.book.on(factors), rank.cluster)
         times_us.append(quick_us(made, "adamw"))
     assert times_us[1] <= times_us[0] * (1 + slack(text))
 
@@ -240,7 +240,7 @@ def test_slower_products_do_not_shorten_what_earlier_stages_wait_for() -> None:
     found = []
     for factor in (1.0, 2.0):
         slow = rank.book.on(Factors(products=factor))
-        rank_made = rank_of(model("gpt"), rank.plan, slow, rank.where)
+        rank_made = rank_of(model("gpt"), rank.plan, slow, rank.cluster)
         found.append(pipeline_of([rank_made] * 2, "adamw").times[0])
     assert found[0].input_us <= found[1].input_us
     assert found[0].weight_us <= found[1].weight_us

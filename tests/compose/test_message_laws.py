@@ -27,7 +27,7 @@ from plan_case import CPU, GPU, Flat
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.memory.stage_memory import memory
@@ -211,9 +211,9 @@ def test_hybrid_shards_send_within_their_group_and_shares_among_groups(micro: in
     text = f"zero=3,accumulate={micro}"
     inner, found = (sent(rank_for("frozen", f"{p},{text}")) for p in ("dp=4", "dp=8,hsdp=4"))
     assert found == inner | {"all_reduce": micro * 4 * 512}
-    where = rank_for("frozen", "dp=16,hsdp=8,tp=1,zero=3").where.groups
-    assert (where["shard"].size, where["shard"].per_node) == (8, 8)
-    assert (where["replicate"].size, where["replicate"].per_node) == (2, 1)
+    cluster = rank_for("frozen", "dp=16,hsdp=8,tp=1,zero=3").cluster.groups
+    assert (cluster["shard"].size, cluster["shard"].per_node) == (8, 8)
+    assert (cluster["replicate"].size, cluster["replicate"].per_node) == (2, 1)
     assert sent(rank_for("frozen", f"dp=8,hsdp=8,{text}")) == sent(
         rank_for("frozen", f"dp=8,{text}")
     )
@@ -273,7 +273,7 @@ def test_replicas_that_step_alone_send_parameters_every_so_many(every: int) -> N
 def test_sampled_participants_are_of_all_nodes() -> None:
     """Three eighths of 16 replicas on two nodes are six, three of each; others train nothing."""
     whole, some = (f"dp=16,local=4{share}" for share in ("", ":0.375"))
-    group = rank_for("frozen", some).where.groups["shard"]
+    group = rank_for("frozen", some).cluster.groups["shard"]
     assert (group.size, group.per_node) == (6, 3)
     times = [forecast_for(model("frozen"), text) for text in (whole, some)]
     samples = [f.samples_per_s * f.iteration_us * 1e-6 for f in times]
@@ -281,7 +281,7 @@ def test_sampled_participants_are_of_all_nodes() -> None:
     assert times[1].mfu_frac * times[1].iteration_us == pytest.approx(
         times[0].mfu_frac * times[0].iteration_us * 6 / 16
     )
-    assert rank_for("frozen", "dp=8,local=4:0.01").where.groups["shard"].size == 1
+    assert rank_for("frozen", "dp=8,local=4:0.01").cluster.groups["shard"].size == 1
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -453,7 +453,7 @@ def test_tied_weights_are_reduced_where_first_and_last_stage_are(per_node: int) 
     program.reduce_tied(25_600)
     axis = "intra_node" if per_node == 4 else "inter_node"
     message = Message(kind="all_reduce", axis=axis, message_bytes=25_600)
-    (expected,) = price_messages([message], rank.book, rank.where)
+    (expected,) = price_messages([message], rank.book, rank.cluster)
     assert [op.duration_us for op in program.run().sent] == [expected.duration_us]
 
 
@@ -462,8 +462,8 @@ def test_two_gpus_of_a_mesh_share_one_link_of_each() -> None:
     node = load_node("kestrel-h100")
     rates = [node.link_rate(n) for n in (2, 3, 4)]
     assert rates == pytest.approx([150e9, 300e9, 450e9])
-    where = [cluster(ParallelPlan(dp=n), load_gpu(node.gpu), node) for n in (2, 4)]
-    found = [w.link_bytes_per_s(w.groups["dp"].per_node) for w in where]
+    cluster = [cluster_for(ParallelPlan(dp=n), load_gpu(node.gpu), node) for n in (2, 4)]
+    found = [w.link_bytes_per_s(w.groups["dp"].per_node) for w in cluster]
     assert found == pytest.approx([150e9, 450e9])
     assert node_of().link_rate(2) == 100e9  # a switch gives any pair the whole rate
 
@@ -477,7 +477,7 @@ def test_ranks_share_the_network_of_their_node() -> None:
     p3, dgx = load_node("p3-16xlarge"), load_node("dgx-a100")
 
     def rate(node: Node, text: str) -> float:
-        return cluster(ParallelPlan.parse(text), load_gpu(node.gpu), node).network_bytes_per_s
+        return cluster_for(ParallelPlan.parse(text), load_gpu(node.gpu), node).network_bytes_per_s
 
     spread = [f"dp={n},node=n,nodes=2" for n in (2, 4)]
     assert [rate(p3, text) for text in (*spread, "dp=16", "tp=8,dp=2")] == [
@@ -487,9 +487,9 @@ def test_ranks_share_the_network_of_their_node() -> None:
         3.125e9 / 8,
     ]
     assert [rate(dgx, t) for t in (spread[0], "dp=16")] == [31.5e9, 25e9]
-    where = cluster(ParallelPlan.parse(spread[0]), load_gpu(p3.gpu), p3)
+    cluster = cluster_for(ParallelPlan.parse(spread[0]), load_gpu(p3.gpu), p3)
     sum_of = Message(kind="all_reduce", axis="shard", message_bytes=102_000_000)
-    us = formula_us(sum_of, where.groups["shard"], where) * LINK_SHARE["network"]
+    us = formula_us(sum_of, cluster.groups["shard"], cluster) * LINK_SHARE["network"]
     assert us == pytest.approx(32_640, rel=0.02)
 
 
@@ -504,9 +504,9 @@ def test_cpus_as_nodes_share_a_network_of_a_file() -> None:
     book = PriceBook(Bare(), CPU, 1)
 
     def us(kind: str, text: str, nodes: int = 2) -> float:
-        where = cluster(ParallelPlan.parse(f"{text},node=n,nodes={nodes}"), CPU, node)
+        cluster = cluster_for(ParallelPlan.parse(f"{text},node=n,nodes={nodes}"), CPU, node)
         message = Message(kind=kind, axis="shard", message_bytes=10**9)
-        return price_messages([message], book, where)[0].duration_us
+        return price_messages([message], book, cluster)[0].duration_us
 
     assert us("all_reduce", "dp=4") == pytest.approx(750_000 + 2 * CPU_STEP_US)
     assert us("all_reduce", "tp=2,dp=2") == pytest.approx(1_000_000 + 2 * CPU_STEP_US)
@@ -514,11 +514,11 @@ def test_cpus_as_nodes_share_a_network_of_a_file() -> None:
     alone = price_messages(
         [Message(kind="all_reduce", axis="shard", message_bytes=10**9)],
         book,
-        cluster(ParallelPlan.parse("dp=2"), CPU),
+        cluster_for(ParallelPlan.parse("dp=2"), CPU),
     )[0]
     assert us("all_reduce", "dp=2", nodes=1) == alone.duration_us
     with pytest.raises(ValueError, match="CPUs as nodes need nodes=N, no pp"):
-        cluster(ParallelPlan.parse("pp=2,node=n,nodes=2"), CPU, node)
+        cluster_for(ParallelPlan.parse("pp=2,node=n,nodes=2"), CPU, node)
     with pytest.raises(ValueError, match="8 ranks do not fit 2 nodes of 2"):
         us("all_reduce", "dp=8")
 
@@ -530,12 +530,12 @@ def test_one_rank_of_a_ring_sends_to_the_next_node() -> None:
     one of eight that send at a time each would take eight times as long.
     """
     node = load_node("p3-16xlarge")
-    where = cluster(ParallelPlan.parse("dp=16,cdp=1,node=n"), load_gpu(node.gpu), node)
+    cluster = cluster_for(ParallelPlan.parse("dp=16,cdp=1,node=n"), load_gpu(node.gpu), node)
     slot = Message(kind="exchange", axis="dp", message_bytes=102_000_000 // 16)
-    us = formula_us(slot, where.groups["dp"], where) * LINK_SHARE["network"]
+    us = formula_us(slot, cluster.groups["dp"], cluster) * LINK_SHARE["network"]
     assert 32 * us == pytest.approx(65_280, rel=0.03)
     stages = replace(slot, axis="inter_node")  # of a pipeline: all eight send
-    far = formula_us(stages, where.groups["inter_node"], where)
+    far = formula_us(stages, cluster.groups["inter_node"], cluster)
     assert far == pytest.approx(8 * us / LINK_SHARE["network"], rel=0.05)
 
 
@@ -549,8 +549,10 @@ def test_ranks_that_are_not_there_slow_no_message(name: str) -> None:
         for nbytes in (2**10, 2**20, 2**28):
             message, times = Message(kind=kind, axis="shard", message_bytes=nbytes), list[float]()
             for tp in beside:
-                where = cluster(ParallelPlan.parse(f"tp={tp},dp=16,node=n,nodes=16"), gpu, node)
-                times.append(price_messages([message], book, where)[0].duration_us)
+                cluster = cluster_for(
+                    ParallelPlan.parse(f"tp={tp},dp=16,node=n,nodes=16"), gpu, node
+                )
+                times.append(price_messages([message], book, cluster)[0].duration_us)
             assert times == sorted(times, reverse=True)
 
 
@@ -585,8 +587,8 @@ def shipped_times(nodes: Iterable[Node], plan: str, sizes: Sequence[int]) -> lis
     for node in nodes:
         gpu = load_gpu(node.gpu)
         book = PriceBook(Bundle.load(SHIPPED), gpu, 0)
-        where = cluster(ParallelPlan.parse(f"{plan},node=n"), gpu, node)
-        times.append([op.duration_us for op in price_messages(messages, book, where)])
+        cluster = cluster_for(ParallelPlan.parse(f"{plan},node=n"), gpu, node)
+        times.append([op.duration_us for op in price_messages(messages, book, cluster)])
     return times
 
 
@@ -626,16 +628,18 @@ def test_links_of_gpus_carry_both_ways_at_once_and_memory_of_a_cpu_in_turns() ->
     messages = [[Message(kind=k, axis="dp", message_bytes=n) for n in sizes] for k in kinds]
     for text in ("dp=8,node=n", "dp=16,node=n"):
         gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
-        where = cluster(ParallelPlan.parse(text), gpu, node)
+        cluster = cluster_for(ParallelPlan.parse(text), gpu, node)
         for bundle in (Bundle.load(SHIPPED), Bare()):
-            one_way, both = (price_messages(m, PriceBook(bundle, gpu, 0), where) for m in messages)
+            one_way, both = (
+                price_messages(m, PriceBook(bundle, gpu, 0), cluster) for m in messages
+            )
             assert [op.duration_us for op in both] == [op.duration_us for op in one_way]
             assert {op.op for op in both} == {"exchange"}
     learned = Bundle.load(SHIPPED_CPU)
     cpu = next(iter(learned.gpus.values()))
-    where = cluster(ParallelPlan.parse("dp=2"), cpu, None)
+    cluster = cluster_for(ParallelPlan.parse("dp=2"), cpu, None)
     for bundle, least, most in ((learned, 1.4, 2.8), (Bare(), 1.8, 2)):
-        one_way, both = (price_messages(m, PriceBook(bundle, cpu, 1), where) for m in messages)
+        one_way, both = (price_messages(m, PriceBook(bundle, cpu, 1), cluster) for m in messages)
         for a, b in zip(one_way[1:], both[1:], strict=True):
             assert least < b.duration_us / a.duration_us <= most
 
@@ -706,7 +710,7 @@ def test_a_short_gather_pays_for_every_rank_and_a_short_sum_for_each_doubling() 
 
     def us(kind: str, ranks: int) -> float:
         one = Message(kind=kind, axis="world", message_bytes=2**16, dtype="fp16")
-        (op,) = price_messages([one], book, cluster(ParallelPlan(dp=ranks), GPU, None))
+        (op,) = price_messages([one], book, cluster_for(ParallelPlan(dp=ranks), GPU, None))
         return op.duration_us
 
     for kind, least, most in (("all_gather", 3.5, 4.0), ("all_reduce", 1.0, 1.25)):

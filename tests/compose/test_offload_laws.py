@@ -144,7 +144,7 @@ def test_a_cpu_updates_its_shards_once_all_gradients_are_there() -> None:
     _, run = micro_batches(rank, "adamw")
     (update,) = run.updates
     lists = 4 * sum(x.layer.trained_numel for x in rank.layers) / 4
-    assert host_bytes_per_s(rank.where) == 30e9
+    assert host_bytes_per_s(rank.cluster) == 30e9
     assert update.duration_us == pytest.approx(21 * lists / 30e9 * 1e6, rel=1e-4)
     pairs = list(zip(run.tasks, run.spans, strict=True))
     (span,) = (s for t, s in pairs if t.name == update.op)
@@ -155,10 +155,10 @@ def test_a_cpu_updates_its_shards_once_all_gradients_are_there() -> None:
 def test_ranks_of_a_node_share_its_cores_and_memory() -> None:
     """Eight GPUs' host of 112 cores: two ranks have four GPUs' memory each, a core 20 GB/s."""
     node = load_node("dgx-h100")
-    two, eight = (rank_for("gpt", f"dp={n}", node=node).where for n in (2, 8))
+    two, eight = (rank_for("gpt", f"dp={n}", node=node).cluster for n in (2, 8))
     assert (host_bytes_per_s(two), host_bytes_per_s(eight)) == (4 * 30e9, 30e9)
     few = replace(node, cores=4)
-    assert host_bytes_per_s(rank_for("gpt", "dp=4", node=few).where) == 20e9
+    assert host_bytes_per_s(rank_for("gpt", "dp=4", node=few).cluster) == 20e9
 
 
 def test_later_gradients_are_added_on_the_host_which_waits_for_them() -> None:

@@ -20,7 +20,7 @@ from itercast.compose.forecast import rank_of
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.compose.notes import without_effect
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.iteration import evaluate
@@ -79,9 +79,9 @@ def plans(variants: dict[str, str]) -> list[ParallelPlan]:
 
 def forecast(step: StepCapture, plan: ParallelPlan, book: PriceBook) -> dict[str, Any]:
     """Time, parts and memory of an iteration, or the rule that the plan breaks."""
-    where = cluster(plan, book.gpu)
+    cluster = cluster_for(plan, book.gpu)
     try:
-        rank = rank_of(step, plan, book, where)
+        rank = rank_of(step, plan, book, cluster)
         found = evaluate(rank, "adamw")
     except ValueError as exc:
         return {"refused": str(exc)}
@@ -151,10 +151,10 @@ def test_a_key_without_effect_is_noted(
     book = PriceBook(Flat(), DEVICE, 0)
     plan, other = ParallelPlan.parse(text), ParallelPlan.parse(without)
     assert forecast(step, plan, book) == forecast(step, other, book)
-    assert len(list(without_effect(plan, cluster(plan, DEVICE)))) == 1
+    assert len(list(without_effect(plan, cluster_for(plan, DEVICE)))) == 1
     for also in (without, with_effect):
         silent = ParallelPlan.parse(also)
-        assert not list(without_effect(silent, cluster(silent, DEVICE)))
+        assert not list(without_effect(silent, cluster_for(silent, DEVICE)))
 
 
 def test_a_key_that_a_package_adds_changes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

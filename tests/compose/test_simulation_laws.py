@@ -12,7 +12,7 @@ from plan_case import CPU, GPU
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED
@@ -178,7 +178,7 @@ def test_reentrant_checkpoints_run_the_whole_layer_again(stack: str, whole: bool
     book, pairs = PriceBook(Knowing(), GPU, 1, stack=stack), []
     for text in ("recompute=full", ""):
         plan = ParallelPlan.parse(text)
-        pairs.append(price_model(model("gpt"), plan, book, cluster(plan, GPU)).layers[1:-1])
+        pairs.append(price_model(model("gpt"), plan, book, cluster_for(plan, GPU)).layers[1:-1])
     assert pairs[0]
     for x, y in zip(*pairs, strict=True):
         again = [op.op for op in x.backward[1 : len(x.backward) - len(y.backward)]]

@@ -15,7 +15,7 @@ from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, state_copies
-from itercast.compose.simulate.data_parallel import Strategy, strategy
+from itercast.compose.simulate.data_parallel import Strategy, strategy_of
 from itercast.microbench.hardware.stack import Held
 
 PRECISE_BYTES = 4  # of fp32
@@ -60,11 +60,11 @@ class Sizes:
         self, plan: ParallelPlan, optimizer: str, held: Mapping[str, Held]
     ) -> tuple[int, int]:
         """Bytes of gradients and of the optimizer's state that one rank of a plan keeps."""
-        how, gradients, state = strategy(plan), 0, 0
+        strategy, gradients, state = strategy_of(plan), 0, 0
         for part, spread in ((self.dense, False), (self.experts, True)):
             shards, (summed, kept) = plan.shards_of(spread=spread), part.held(held, optimizer)
-            gradients += summed // (shards if how.share_gradients else 1)
-            state += kept // (shards if how.share_update else 1)
+            gradients += summed // (shards if strategy.share_gradients else 1)
+            state += kept // (shards if strategy.share_update else 1)
         return gradients, state
 
 
@@ -127,24 +127,29 @@ def rank_memory(
     Shards that lie in host memory are copied to the GPU beside what is gathered of them. Not
     counted: the allocator's rounding, workspaces, the CUDA context.
     """
-    how, (buffered, held) = strategy(plan), held_by_software(sizes, plan, held)
-    how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
+    strategy, (buffered, held) = strategy_of(plan), held_by_software(sizes, plan, held)
+    if buffered:
+        strategy = replace(strategy, buckets=False, by_layer=strategy.by_layer and plan.zero > 1)
     summed, state = sizes.held_by_rank(plan, optimizer, held)
-    summed *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
+    summed *= min(STAGES_HANDED_ON, plan.shards) if strategy.handed_on else 1
     trained, ranks = sizes.trained, (plan.shards, plan.expert_shards)
-    sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
-    if "parameters" in how.offload:
+    key = ("sharded", ranks, strategy)
+    sharded, shards = sizes.once(key, partial(_sharded, sizes, ranks, strategy))
+    if "parameters" in strategy.offload:
         summed = state = shards = update_share = matrix_bytes = 0
-    outer = OUTER_COPIES * trained // (plan.shards if how.by_layer else 1) if how.outer else 0
-    fetched = state if "optimizer" in how.offload else 0  # for the update alone
+    copies = OUTER_COPIES if strategy.outer else 0
+    outer = copies * trained // (plan.shards if strategy.by_layer else 1)
+    fetched = state if "optimizer" in strategy.offload else 0  # for the update alone
     updated = sum(  # bytes of gradients that this rank updates parameters by
-        (part.nbytes - part.matrices) / (plan.shards_of(spread=spread) if how.share_update else 1)
+        (part.nbytes - part.matrices)
+        / (plan.shards_of(spread=spread) if strategy.share_update else 1)
         for part, spread in ((sizes.dense, False), (sizes.experts, True))
     )
     of_update = max(round(update_share * updated), matrix_bytes) + fetched
-    packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    known = summed if buffered or how.handed_on or made else None
-    in_micro = _fullest(sizes, ranks, how, round(others), known)
+    averaged = strategy.every and not strategy.by_layer  # after the update
+    packed = trained if averaged else 0
+    known = summed if buffered or strategy.handed_on or made else None
+    in_micro = _fullest(sizes, ranks, strategy, round(others), known)
     gradients, activations, temporary = max((summed, 0, max(of_update, packed)), in_micro, key=sum)
     old_weights = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs
     by_purpose = {
@@ -152,7 +157,7 @@ def rank_memory(
         "gradients": gradients,
         "optimizer": state - fetched + outer,
         "activations": activations,
-        "buckets": _bucketed(sizes, how),
+        "buckets": _bucketed(sizes, strategy),
         "temporary": temporary,
     }
     for name, value in plan.more:
@@ -168,40 +173,42 @@ def held_by_software(
     return buffered, IN_FP32 if plan.amp and plan.zero and not buffered else held
 
 
-def _bucketed(sizes: Sizes, how: Strategy) -> int:
+def _bucketed(sizes: Sizes, strategy: Strategy) -> int:
     """Bytes of a second copy of gradients: experts that no other rank has are in no bucket."""
-    if not how.buckets:
+    if not strategy.buckets:
         return 0
-    return sizes.dense.nbytes + (sizes.experts.nbytes if how.expert_replicas > 1 else 0)
+    return sizes.dense.nbytes + (sizes.experts.nbytes if strategy.expert_replicas > 1 else 0)
 
 
-def _sharded(sizes: Sizes, ranks: Ranks, how: Strategy) -> tuple[int, int]:
+def _sharded(sizes: Sizes, ranks: Ranks, strategy: Strategy) -> tuple[int, int]:
     """Bytes of the parameters that ranks shard, and of one rank's shards; layers are padded."""
-    if how.handed_on:
+    if strategy.handed_on:
         stages = min(STAGES_HANDED_ON, ranks[0])
         return sizes.parameters, stages * -(-sizes.parameters // ranks[0])
     sharded = shards = 0
-    for x, count in sizes.runs if how.by_layer else ():
+    for x, count in sizes.runs if strategy.by_layer else ():
         for layer, n in zip((x.layer.dense, x.layer.experts), ranks, strict=True):
-            of = layer.trained if how.frozen_whole else layer.replicated
+            of = layer.trained if strategy.frozen_whole else layer.replicated
             sharded += sum(p.nbytes for p in of) * count
-            shards += layer.padded_bytes(n, trained=how.frozen_whole) // n * count
+            shards += layer.padded_bytes(n, trained=strategy.frozen_whole) // n * count
     return sharded, shards
 
 
-def _fullest(sizes: Sizes, ranks: Ranks, how: Strategy, others: int, kept: int | None) -> Moment:
+def _fullest(
+    sizes: Sizes, ranks: Ranks, strategy: Strategy, others: int, kept: int | None
+) -> Moment:
     """Bytes by purpose (gradients, activations, temporary) when a micro-batch needs most.
 
     ``others``: bytes of activations of other micro-batches, held all the time unless offloaded.
     ``kept``: bytes of gradients that are there before it; None: they are made in it.
     """
-    key = ("fullest", ranks, how, kept)
-    found = sizes.once(key, lambda: max(_moments(sizes, ranks, how, kept), key=sum))
+    key = ("fullest", ranks, strategy, kept)
+    found = sizes.once(key, lambda: max(_moments(sizes, ranks, strategy, kept), key=sum))
     gradients, activations, temporary = found
-    return gradients, activations + (0 if "activations" in how.offload else others), temporary
+    return gradients, activations + (0 if "activations" in strategy.offload else others), temporary
 
 
-def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Iterator[Moment]:
+def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -> Iterator[Moment]:
     """(gradients, activations, temporary) bytes where their sum may be most in a micro-batch.
 
     Of equal layers in a row the first and the last are enough: all changes in proportion. Offloaded
@@ -212,22 +219,23 @@ def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Ite
 
     def held(*layers: PricedLayer | None) -> int:
         """Bytes of all activations so far, or of those of these layers that are not offloaded."""
-        if "activations" not in how.offload:
+        if "activations" not in strategy.offload:
             return level
         return min(level, sum(x.saved_bytes for x in layers if x))
 
     runs = [part for run in sizes.runs for part in _parts(run)]
-    units = _Units(runs, ranks, how)
+    units = _Units(runs, ranks, strategy)
     for at, (x, n) in enumerate(runs):
         ahead, gathered = units.in_forward(x, n)
         before, work = runs[at - 1][0] if at else None, gathered + x.layer.within_forward.peak
-        yield 0 if how.staged else made, held(before), max(ahead, work)
+        yield 0 if strategy.staged else made, held(before), max(ahead, work)
         level += n * (x.layer.within_forward.left - _dropped(x))
     units.in_transit = 0
     for at in range(len(runs) - 1, -1, -1):
         x, n = runs[at]
         before = runs[at - 1][0] if at else None
-        added = x.layer.within_backward.peak if later and not how.by_layer else x.layer.peak_bytes
+        whole = later and not strategy.by_layer
+        added = x.layer.within_backward.peak if whole else x.layer.peak_bytes
         again = x.layer.within_forward.peak - x.saved_bytes if _dropped(x) else 0
         work = max(again, _dropped(x) + added)
         yield made, held(x, before), work + units.in_backward(x, before)
@@ -267,15 +275,17 @@ class _Units:
       has passed it: it waits for the end, as the root does.
     """
 
-    def __init__(self, runs: Sequence[Run], ranks: Ranks, how: Strategy) -> None:
-        (self.ranks, self.expert_ranks), self.how = ranks, how
-        self.on_host, self.sends = "parameters" in how.offload, how.by_layer and not how.staged
+    def __init__(self, runs: Sequence[Run], ranks: Ranks, strategy: Strategy) -> None:
+        (self.ranks, self.expert_ranks), self.strategy = ranks, strategy
+        self.on_host = "parameters" in strategy.offload
+        self.sends = strategy.by_layer and not strategy.staged
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.kept_gathered = self.in_transit = self.unscattered = self.root_gradients = 0
 
     def _whole(self, x: PricedLayer) -> int:
         """Bytes of a layer's parameters as gathered; 0 where nothing is gathered."""
-        return self._gathered(x, trained=self.how.frozen_whole) if self.how.by_layer else 0
+        strategy = self.strategy
+        return self._gathered(x, trained=strategy.frozen_whole) if strategy.by_layer else 0
 
     def _gathered(self, x: PricedLayer, *, trained: bool) -> int:
         """Bytes of what ranks shard of a layer, as gathered; experts that one rank has are whole.
@@ -300,13 +310,13 @@ class _Units:
         own = self._whole(x) if x.numbered else 0
         before, self.in_transit = self.in_transit, own
         gathered = self.root + self.kept_gathered
-        self.kept_gathered += 0 if self.how.regather else own * n
+        self.kept_gathered += 0 if self.strategy.regather else own * n
         return gathered + before + 2 * own + self._copied(own), gathered + 2 * own
 
     def in_backward(self, x: PricedLayer, before: PricedLayer | None) -> int:
         """Bytes in the backward of a layer, where ``before`` is gathered next."""
         ahead = self.root + self.kept_gathered + self.unscattered + self.in_transit
-        if not (x.numbered and self.how.regather):
+        if not (x.numbered and self.strategy.regather):
             return ahead
         asked = self._whole(before) if before and before.numbered else 0
         return ahead + self._whole(x) + asked + self._copied(asked)
@@ -314,24 +324,24 @@ class _Units:
     def after_backward(self, x: PricedLayer, n: int, before: PricedLayer | None) -> int:
         """Bytes while a layer's gradients and their copy to send are there."""
         if not self.sends:
-            self.kept_gathered += self._whole(x) * n if x.numbered and self.how.regather else 0
+            self.kept_gathered += self._whole(x) * n if x.numbered and self.strategy.regather else 0
             return 0
         gradients = self._gathered(x, trained=True)
         if self._is_late(x):
             self.unscattered += gradients * n
             self.root_gradients += 0 if x.numbered else gradients * n
-            self.kept_gathered += self._whole(x) * n if x.numbered and self.how.regather else 0
+            self.kept_gathered += self._whole(x) * n if x.numbered and self.strategy.regather else 0
             return 0
-        self.kept_gathered -= 0 if self.how.regather else self._whole(x) * n
+        self.kept_gathered -= 0 if self.strategy.regather else self._whole(x) * n
         self.in_transit = gradients + self._copied(gradients)
-        ahead = self._whole(before) if before and before.numbered and self.how.regather else 0
+        ahead = self._whole(before) if before and before.numbered and self.strategy.regather else 0
         return self.root + self.kept_gathered + self.unscattered + ahead + 2 * gradients
 
     def kept_bytes(self, x: PricedLayer, *, later: bool) -> int:
         """Bytes by which kept gradients grow; ``later``: earlier micro-batches' are there."""
         if not self.sends:
             return 0 if later else x.layer.trained_bytes
-        if (later and self.how.share_gradients) or self._is_late(x) or self.on_host:
+        if (later and self.strategy.share_gradients) or self._is_late(x) or self.on_host:
             return 0
         share = x.layer.dense.padded_bytes(self.ranks, trained=True) // self.ranks
         experts = x.layer.experts.padded_bytes(self.expert_ranks, trained=True)

@@ -17,9 +17,9 @@ def rules(plan: ParallelPlan, mib: int) -> Iterator[tuple[bool, str]]:
     yield bool(others), f"bucket={mib} is of DDP: no zero, gossip, local or cdp"
 
 
-def replicas(how: Strategy, mib: int) -> Strategy:
+def replicas(strategy: Strategy, mib: int) -> Strategy:
     """The first bucket, too, has this size, as in DDP where it is stated."""
-    return replace(how, bucket_bytes=mib * 2**20)
+    return replace(strategy, bucket_bytes=mib * 2**20)
 
 
 KEY = PlanKey(name="bucket", read=integer(1, 1024), rules=rules, replicas=replicas)

@@ -7,7 +7,7 @@ from itercast_fft.bucket import KEY
 
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import added_keys
-from itercast.compose.simulate.data_parallel import fill_buckets, strategy
+from itercast.compose.simulate.data_parallel import fill_buckets, strategy_of
 
 MIB = 2**20
 READY = [("d", 3), ("c", 1), ("b", 5), ("a", 2)]  # gradients as they become ready, in MiB
@@ -19,8 +19,8 @@ READY = [("d", 3), ("c", 1), ("b", 5), ("a", 2)]  # gradients as they become rea
 )
 def test_a_bucket_closes_at_its_size(text: str, expected: list[list[str]]) -> None:
     """3 MiB pass DDP's first limit of 1 MiB; 3 + 1 reach 4 MiB, and 5 do. All are sent once."""
-    how = strategy(ParallelPlan.parse(text))
-    found = fill_buckets((("fp32", n * MIB, name) for name, n in READY), how.bucket_bytes)
+    strategy = strategy_of(ParallelPlan.parse(text))
+    found = fill_buckets((("fp32", n * MIB, name) for name, n in READY), strategy.bucket_bytes)
     assert [names for _, names in found] == expected
     assert sorted(name for _, names in found for name in names) == ["a", "b", "c", "d"]
 

@@ -14,7 +14,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.device_memory import table_room_bytes
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.layer_prices import prefetch_steps
 from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.simulate.iteration import evaluate, quick_us
@@ -75,12 +75,12 @@ class Forecaster:
         self.model, self.world_size = model, world_size
         self.target = replace(target, plan=plan, threads=threads)
         self.book = self.target.book
-        self.where = cluster(plan, gpu, target.node)
+        self.cluster = cluster_for(plan, gpu, target.node)
         self.room_bytes = table_room_bytes(gpu, world_size)
-        self.per_node = self.where.groups["tables"].per_node
+        self.per_node = self.cluster.groups["tables"].per_node
         self.step = dlrm_step(model)
         self.tables = tables_of(self.step, model)
-        rate = self.where.slowest_bytes_per_s("tables")
+        rate = self.cluster.slowest_bytes_per_s("tables")
         self.times = ShardTimes(
             self.tables, model.optimizer, world_size, self.per_node, rate, self.book
         )
@@ -92,7 +92,7 @@ class Forecaster:
     def forecasts(self, shardings: Sequence[Sharding]) -> list[ShardingForecast]:
         """The iterations under several shardings, priced together."""
         steps = [self._step(sharding) for sharding in shardings]
-        prefetch_steps(((step, self.target.plan, self.where) for step in steps), self.book)
+        prefetch_steps(((step, self.target.plan, self.cluster) for step in steps), self.book)
         pairs = zip(shardings, steps, strict=True)
         return [self._forecast(sharding, step) for sharding, step in pairs]
 
@@ -111,7 +111,7 @@ class Forecaster:
         )
 
     def _rank(self, step: StepCapture) -> Rank:
-        return rank_of(step, self.target.plan, self.book, self.where)
+        return rank_of(step, self.target.plan, self.book, self.cluster)
 
     def _forecast(self, sharding: Sharding, step: StepCapture) -> ShardingForecast:
         """Forecast of a sharding, from a step captured with its tables on their ranks."""

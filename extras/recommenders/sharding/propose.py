@@ -45,8 +45,8 @@ def table_costs(forecaster: Forecaster) -> Mapping[str, Callable[[Table], float]
 
 def _forecast_us(forecaster: Forecaster) -> Callable[[Table], float]:
     """Forecast of a whole table's lookup, gradient, update and messages on one rank, in us."""
-    where, times = Placement("table_wise", (0,)), forecaster.times
-    whole = [times.placed(i, where)[0] for i in range(len(forecaster.tables))]
+    cluster, times = Placement("table_wise", (0,)), forecaster.times
+    whole = [times.placed(i, cluster)[0] for i in range(len(forecaster.tables))]
     names = [t.name for t in forecaster.model.tables]
     us = {name: time.total_us for name, time in zip(names, times.of(whole), strict=True)}
     return lambda t: us[t.name]
@@ -66,7 +66,7 @@ def torchrec_us(table: Table, forecaster: Forecaster) -> float:
     )
     moved = 8 * i * w + i * w * max(table.dim, 32) * b + o * w * table.dim * b
     compute_s = moved * penalty / forecaster.book.gpu.hbm_bytes_per_s
-    exchange_s = o * w * table.dim * b / forecaster.where.slowest_bytes_per_s("tables")
+    exchange_s = o * w * table.dim * b / forecaster.cluster.slowest_bytes_per_s("tables")
     return 1e6 * (3 * compute_s + 2 * exchange_s)
 
 

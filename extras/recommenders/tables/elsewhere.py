@@ -32,7 +32,7 @@ VECTORS = ("send vectors", "send gradients")  # exchanges of sharded tables, of 
 
 
 def tables_elsewhere(
-    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
+    capture: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster
 ) -> tuple[StepCapture, ParallelPlan, Mapping[str, int]]:
     """One rank's step, what is left of the plan, and bytes that a rank holds beside it.
 
@@ -42,7 +42,7 @@ def tables_elsewhere(
     if not plan.shard:
         step, added_bytes = with_frozen_tables_in(capture, plan.tables, plan.cached)
         return step, replace(plan, tables="", cached=0.0), added_bytes
-    sharded = slowest_rank(capture, plan, book, where)
+    sharded = slowest_rank(capture, plan, book, cluster)
     rest = replace(plan, shard="", shard_group=0, compress_shard="", local=0, tables="", cached=0.0)
     return sharded.step, rest, sharded.added_bytes
 
@@ -57,12 +57,12 @@ class ShardedRank:
 
 
 def slowest_rank(
-    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
+    capture: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster
 ) -> ShardedRank:
     """The slowest rank of a plan with ``shard``; ValueError where it does not fit the tables."""
     text = None if plan.shard == GREEDY else _text(plan)
     tier = (plan.tables, plan.cached) if plan.tables else None
-    per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
+    per_node, rate = cluster.groups["tables"].per_node, cluster.slowest_bytes_per_s("tables")
     try:
         ranks = plan.table_ranks
         how = plan.compress_shard, plan.microbatches, plan.tp, ranks
@@ -119,8 +119,8 @@ def _slowest_rank(
     listed, placed = [t for t, _ in spread], [p for _, p in spread]
     within = [replace(p, cached=1.0) for p in placed]
     weights, whole = (memory_bytes(some, listed, 0.0, ranks, per_node) for some in (placed, within))
-    where = (sharding, rank, ranks, per_node)
-    step = rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind, micro=micro)
+    split = (sharding, rank, ranks, per_node)
+    step = rank_step(capture, tables, *split, on_cpu=book.gpu.kind == "cpu", kind=kind, micro=micro)
     return ShardedRank(
         step=compressed_vectors(step, Codec.of(codec)),
         added_bytes={

@@ -16,7 +16,7 @@ from itercast.capture.recorder.truncate import Shortened, capture_shortened, sho
 from itercast.capture.step import StepSettings
 from itercast.compose.capture_model import capture, capture_case
 from itercast.compose.graph.layers import Layer, split_layers
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
@@ -112,7 +112,7 @@ def test_layers_for_which_one_stands_are_priced_once() -> None:
     """Eight that alternate are priced as four: the first and the last, and the two between."""
     step = capture(Alternating((8, 32) * 2), {"x": torch.zeros(4, 8)}, lambda out: out.sum())
     step, plan = replace(step, order={"blocks": (0, 1, 2, 1, 2, 1, 2, 3)}), ParallelPlan()
-    priced = price_model(step, plan, PriceBook(Flat(), GPU, 0), cluster(plan, GPU)).layers
+    priced = price_model(step, plan, PriceBook(Flat(), GPU, 0), cluster_for(plan, GPU)).layers
     assert len([x for x in priced if x.numbered]) == 8
     assert len({id(x) for x in priced if x.numbered}) == 4
 

@@ -11,7 +11,7 @@ from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast
 from itercast.compose.machines.factors import NONE, Factors
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
@@ -75,9 +75,11 @@ def test_messages_take_the_factor_of_what_they_cross() -> None:
     assert machine.of_message(64, 8) == pytest.approx(3 * 1.5**2)
     message = Message(kind="all_reduce", axis="world", message_bytes=2**20, dtype="fp32")
     for ranks, factor in ((8, 2.0), (16, 3.0)):
-        where = cluster(ParallelPlan(dp=ranks), GPU, None)
+        cluster = cluster_for(ParallelPlan(dp=ranks), GPU, None)
         book = PriceBook(Tens(), GPU, 0)
-        (plain,), (slow,) = (price_messages([message], x, where) for x in (book, book.on(machine)))
+        (plain,), (slow,) = (
+            price_messages([message], x, cluster) for x in (book, book.on(machine))
+        )
         assert slow.duration_us == pytest.approx(factor * plain.duration_us)
 
 

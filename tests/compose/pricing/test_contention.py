@@ -9,7 +9,7 @@ from plan_case import CPU, Flat
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.machines.contention import Slowdowns, mixed, slowdowns
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
@@ -89,9 +89,9 @@ def test_more_sms_for_messages_are_never_faster() -> None:
 def test_rates_of_messages_are_those_over_each_ranks_link() -> None:
     """An all_reduce of 1 GiB among eight takes 2**20 us here and moves 2 * 7/8 GiB."""
     gpu = replace(A100, name="known")
-    where = cluster(ParallelPlan.parse("dp=8"), gpu)
+    cluster = cluster_for(ParallelPlan.parse("dp=8"), gpu)
     message = Message(kind="all_reduce", axis="shard", message_bytes=2**30)
-    (sent,) = price_messages([message], PriceBook(Flat(), gpu, 0), where)
+    (sent,) = price_messages([message], PriceBook(Flat(), gpu, 0), cluster)
     assert sent.beside == slowdowns(gpu, 1.75 * 2**30 / 2**20 * 1e6, in_node=True)
 
 
@@ -100,9 +100,9 @@ def test_messages_over_a_network_cost_less_than_those_within_a_node(kind: str) -
     node, found = load_node("p3-16xlarge"), list[float]()
     gpu = load_gpu(node.gpu)
     for axis, text in (("shard", "dp=8"), ("shard", "dp=16,node=n")):
-        where = cluster(ParallelPlan.parse(text), gpu, node)
+        cluster = cluster_for(ParallelPlan.parse(text), gpu, node)
         message = Message(kind=kind, axis=axis, message_bytes=2**28)
-        (sent,) = price_messages([message], PriceBook(Bare(), gpu, 0), where)
+        (sent,) = price_messages([message], PriceBook(Bare(), gpu, 0), cluster)
         assert sent.beside is not None
         found.append(max(sent.beside))
     inside, outside = found
@@ -119,8 +119,8 @@ def test_a_message_over_more_nodes_costs_compute_no_less() -> None:
     for kind, nbytes in product(("all_reduce", "all_gather", "all_to_all"), (2**20, 2**26, 2**30)):
         message, lost = Message(kind=kind, axis="shard", message_bytes=nbytes), list[Slowdowns]()
         for ranks in (8, 16, 64, 512):
-            where = cluster(ParallelPlan(dp=ranks), gpu, node)
-            (sent,) = price_messages([message], PriceBook(Bare(), gpu, 0), where)
+            cluster = cluster_for(ParallelPlan(dp=ranks), gpu, node)
+            (sent,) = price_messages([message], PriceBook(Bare(), gpu, 0), cluster)
             assert sent.beside is not None
             products, memory = ((slower - 1) * sent.duration_us for slower in sent.beside)
             lost.append((products, memory))

@@ -12,7 +12,7 @@ from plan_case import Fixed, tensor
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.data_parallel import fill_buckets
@@ -186,7 +186,7 @@ def test_a_forecast_says_by_which_network() -> None:
     """The node's, or what is assumed; one rank sends nothing."""
     gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
     plans = [(16, node), (16, None), (4, None), (1, node)]
-    assert [cluster(ParallelPlan(dp=n), gpu, of).network for n, of in plans] == [
+    assert [cluster_for(ParallelPlan(dp=n), gpu, of).network for n, of in plans] == [
         "dgx-h100: a GPU has 450 GB/s nvlink among 8, 50 GB/s network beyond",
         "no node named: a GPU has 450 GB/s nvlink among 8, 25 GB/s network beyond"
         " (assumed: no node states it)",
@@ -199,16 +199,16 @@ def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
     """A pair with a bridge, four with a gap on the way, two of whose node nothing is known."""
     gpu, node = load_gpu("a100-pcie-80gb"), load_node("a100-pairwise")
     asked = [(2, node), (4, node), (2, None)]
-    found = [cluster(ParallelPlan(dp=n), gpu, kind) for n, kind in asked]
-    links = [where.link(n) for where, (n, _) in zip(found, asked, strict=True)]
+    found = [cluster_for(ParallelPlan(dp=n), gpu, kind) for n, kind in asked]
+    links = [cluster.link(n) for cluster, (n, _) in zip(found, asked, strict=True)]
     assert links == ["pairwise", "bridged", "pcie"]
-    rates = [where.link_bytes_per_s(n) for where, (n, _) in zip(found, asked, strict=True)]
+    rates = [cluster.link_bytes_per_s(n) for cluster, (n, _) in zip(found, asked, strict=True)]
     assert rates == [300e9, 31.5e9, 31.5e9]
 
 
 def test_a_rack_of_72_is_one_node_where_none_is_named() -> None:
-    found = [cluster(ParallelPlan(dp=64), load_gpu(name)) for name in ("gb200", "b200-sxm")]
-    assert [where.groups["dp"].per_node for where in found] == [64, 8]
+    found = [cluster_for(ParallelPlan(dp=64), load_gpu(name)) for name in ("gb200", "b200-sxm")]
+    assert [cluster.groups["dp"].per_node for cluster in found] == [64, 8]
 
 
 class Noting(Known):
@@ -228,21 +228,21 @@ def test_a_model_of_collectives_gets_link_and_network() -> None:
     noting, told, gpu = Noting(), list[Any](), load_gpu("a100-pcie-80gb")
     for n in (4, 16):
         book = PriceBook(noting, gpu, 0)
-        price_messages([reduce_of(10**6)], book, cluster(ParallelPlan(dp=n), gpu))
+        price_messages([reduce_of(10**6)], book, cluster_for(ParallelPlan(dp=n), gpu))
         told += [link for link, _ in noting.told]
     assert told == ["pcie", "", "pcie"]
     node = replace(load_node("dgx-a100"), network_bytes_per_s=12.5e9)
-    where = cluster(ParallelPlan(tp=4, dp=16), GPU, node)
+    cluster = cluster_for(ParallelPlan(tp=4, dp=16), GPU, node)
     inner = Message(kind="all_reduce", axis="tp", message_bytes=10**6)
-    price_messages([reduce_of(10**6), inner], PriceBook(noting, GPU, 0), where)
+    price_messages([reduce_of(10**6), inner], PriceBook(noting, GPU, 0), cluster)
     assert [rate for _, rate in noting.told] == [12.5e9, 0.0, 0.0]
-    assert where.slowest_bytes_per_s("dp") == 12.5e9
+    assert cluster.slowest_bytes_per_s("dp") == 12.5e9
 
 
 def test_placement_decides_what_crosses_the_network() -> None:
     """Eight GPUs a node, tp innermost: of dp's 16 ranks two share a node."""
-    where = cluster(ParallelPlan(tp=4, dp=16, pp=2), GPU)
-    sizes = {axis: (g.size, g.per_node) for axis, g in where.groups.items()}
+    cluster = cluster_for(ParallelPlan(tp=4, dp=16, pp=2), GPU)
+    sizes = {axis: (g.size, g.per_node) for axis, g in cluster.groups.items()}
     assert sizes["tp"] == (4, 4)
     assert sizes["dp"] == (16, 2)
     assert sizes["pp"] == (2, 1)

@@ -11,13 +11,13 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing import host
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.breakdown import Shares
-from itercast.compose.simulate.data_parallel import LayerBucket, strategy
+from itercast.compose.simulate.data_parallel import LayerBucket, strategy_of
 from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.pipeline import FIRST, StageTimes
 from itercast.compose.simulate.rank import Lanes
@@ -84,10 +84,10 @@ def test_folded_layers_take_as_long_as_their_ops_one_by_one(
 
 
 def test_reduce_scatter_and_all_gather_are_an_all_reduce(gpt: StepCapture) -> None:
-    where = cluster(ParallelPlan(dp=8), GPU)
+    cluster = cluster_for(ParallelPlan(dp=8), GPU)
     us = {
         kind: formula_us(
-            Message(kind=kind, axis="dp", message_bytes=2**30), where.groups["dp"], where
+            Message(kind=kind, axis="dp", message_bytes=2**30), cluster.groups["dp"], cluster
         )
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     }
@@ -121,7 +121,7 @@ def test_two_pairs_that_share_two_cores_send_half_as_fast_as_one() -> None:
     book = PriceBook(Bundle(models={}, gpus={}), CPU, 1)
     message = Message(kind="all_gather", axis="tp", message_bytes=2**20)
     one, both = (
-        price_messages([message], book, cluster(ParallelPlan.parse(text), CPU))[0].duration_us
+        price_messages([message], book, cluster_for(ParallelPlan.parse(text), CPU))[0].duration_us
         for text in ("tp=2", "dp=2,tp=2")
     )
     assert both == pytest.approx(2 * one)
@@ -231,7 +231,9 @@ def test_gossip_averages_within_nodes_first(text: str, neighbours: int, gpt: Ste
 
 def test_half_of_a_fp32_gradient_goes_in_fp16() -> None:
     bucket = LayerBucket(instance=0, offset=0, nbytes=64, dtype="fp32", axis="shard", members=())
-    sent = {p: bucket.message("all_reduce", strategy(ParallelPlan.parse(p))) for p in COMPRESSIONS}
+    sent = {
+        p: bucket.message("all_reduce", strategy_of(ParallelPlan.parse(p))) for p in COMPRESSIONS
+    }
     assert [m.message_bytes for m in sent.values()] == [64, 48, 32]
     assert [m.dtype for m in sent.values()] == ["fp32", "fp32", "fp16"]
 

@@ -11,7 +11,7 @@ from plan_case import Fixed, tensor
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, forecast
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable
@@ -127,12 +127,12 @@ def test_experts_priced_one_by_one_are_a_fallback() -> None:
 
 def sent(ranks: int, pricer: Products, node: Node | None = None) -> tuple[Any, float]:
     """An all_reduce of 100 MB over so many ranks, and ``formula_us`` of it over that of four."""
-    where = cluster(ParallelPlan(dp=ranks), GPU, node)
+    cluster = cluster_for(ParallelPlan(dp=ranks), GPU, node)
     message = Message(kind="all_reduce", axis="dp", message_bytes=10**8)
-    (op,) = price_messages([message], PriceBook(pricer, GPU, 0), where)
-    group = where.groups["dp"]
+    (op,) = price_messages([message], PriceBook(pricer, GPU, 0), cluster)
+    group = cluster.groups["dp"]
     four = replace(group, size=4, per_node=4)
-    return op, formula_us(message, group, where) / formula_us(message, four, where)
+    return op, formula_us(message, group, cluster) / formula_us(message, four, cluster)
 
 
 def test_of_a_collective_what_no_row_says_is_assumed() -> None:

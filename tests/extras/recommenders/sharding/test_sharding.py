@@ -130,7 +130,7 @@ def test_torchrec_formula_by_hand(forecaster: Forecaster) -> None:
     table = Table(name="t", rows=1000, dim=128, pooling=8)
     moved = 8 * 512 * 4 + 512 * 4 * 128 * 4 + 64 * 4 * 128 * 4
     sent = 64 * 4 * 128 * 4
-    link = forecaster.where.slowest_bytes_per_s("dp")
+    link = forecaster.cluster.slowest_bytes_per_s("dp")
     us = 1e6 * (3 * moved / forecaster.book.gpu.hbm_bytes_per_s + 2 * sent / link)
     assert torchrec_us(table, forecaster) == pytest.approx(us)
     narrow = replace(table, dim=64)

@@ -5,7 +5,7 @@ import pytest
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.placement import cluster
+from itercast.compose.parallel.placement import cluster_for
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.target import find_target
 from itercast.extras.recommenders.sharded_model import Table
@@ -101,11 +101,11 @@ def test_row_numbers_count_for_the_rank_that_holds_a_table() -> None:
     ranks = 64
     plan = f"dp={ranks},node=dgx-h100"
     target = find_target("h100-sxm-80gb", plan)
-    where = cluster(ParallelPlan.parse(plan), target.gpu, target.node)
+    cluster = cluster_for(ParallelPlan.parse(plan), target.gpu, target.node)
     book = price_book(target.bundle, target.gpu, target.threads)
     step = capture("dlrm-dcnv2", batch=135_168 // ranks, dtype="fp16")
     tables = captured_tables(step)
-    rate = where.slowest_bytes_per_s("dp")
+    rate = cluster.slowest_bytes_per_s("dp")
     found = ShardTimes(tables, step.optimizer, ranks, 8, rate, book).greedy(0.0)
     (hot,) = [p for t, p in zip(tables, found, strict=True) if t.table.pooling == 100]
     assert hot.kind == "grid_shard" and len(hot.ranks) >= 16

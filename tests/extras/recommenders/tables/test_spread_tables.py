@@ -333,7 +333,7 @@ def test_groups_have_copies_of_all_tables(tmp_path: Path) -> None:
         for r in (rank, two)
     ]
     assert messages_of[0] == messages_of[1]
-    assert rank.where.groups["tables"].size == 2 == rank.where.groups["table_replicas"].size
+    assert rank.cluster.groups["tables"].size == 2 == rank.cluster.groups["table_replicas"].size
 
 
 class Mixture(nn.Module):
