@@ -137,7 +137,7 @@ class TensorSpec:
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: str, layout: str = "", nnz: int = 0) -> int:
-    """Bytes of the elements of a tensor; of a sparse one of its values and int64 indices.
+    """Bytes of a tensor's elements; for a sparse tensor, of its values and int64 indices.
 
     Indices of COO: dims * nnz; of CSR: nnz + rows + 1 for each matrix; of CSC: nnz + columns + 1.
     """

@@ -157,7 +157,7 @@ class ParallelPlan:
 
     @property
     def participants(self) -> int:
-        """Replicas that step at a time; others, of which each round draws some, wait."""
+        """Replicas that run a step at the same time; each round draws them, the others wait."""
         return max(1, round(self.sampled * self.dp))
 
     @property

@@ -141,7 +141,7 @@ def quiet_rounds(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 def _compare(
     settings: Facts, rounds: pd.DataFrame, folder: Path | None, varied: Sequence[str]
 ) -> CaseResult:
-    """Compare one iteration with its forecast; of several rounds the median of undisturbed ones.
+    """Compare one iteration (its median over undisturbed rounds) with its forecast.
 
     ``varied``: columns that differ between rows of the same case; their values become part of the
     model's name.

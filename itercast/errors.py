@@ -22,7 +22,7 @@ def _refused_value(exc: Exception) -> str:
 
 
 def _first_line(exc: ValueError | OSError) -> str:
-    """The first line of an error; of a file that cannot be used its name and the reason."""
+    """The first line of an error; if a file cannot be used, its name and the reason."""
     if isinstance(exc, OSError) and exc.filename and exc.strerror:
         return f"{str(exc.filename)!r}: {exc.strerror}"
     return str(exc).splitlines()[0] if str(exc) else repr(exc)

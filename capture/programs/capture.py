@@ -184,7 +184,7 @@ def _graphed(log: ProgramLog, callables: Any, *args: Any, **options: Any) -> Any
 
 
 def _run_inside(context: Callable[[], Any], function: Any) -> Any:
-    """The function wrapped such that it runs inside a context; of a module its forward does."""
+    """The function, made to run inside a context; for a module, its forward runs inside."""
     run = function.forward if isinstance(function, torch.nn.Module) else function
 
     @wraps(run)

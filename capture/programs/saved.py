@@ -243,7 +243,7 @@ def _safetensors(known_values: KnownValues) -> Iterator[None]:
 
 
 def _saves_distributed(state_dict: Any, storage_writer: Any, *args: Any, **options: Any) -> None:
-    """As ``torch.distributed.checkpoint.save``, into one file; of sharded tensors their names."""
+    """As ``torch.distributed.checkpoint.save``, into one file, without sharded tensors' data."""
     if (folder := getattr(storage_writer, "path", None)) is None:
         return
     flat, _ = flatten_state_dict(state_dict)

@@ -114,7 +114,7 @@ class _LoggedAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, log: Any, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
     ) -> Argument:
-        """Attention of (batch, heads, length, dim) tensors, of which fake ones compute nothing."""
+        """Attention of (batch, heads, length, dim) tensors; for fake ones nothing is computed."""
         ctx.log, ctx.mask, ctx.options = log, mask, options
         ctx.logged = _attention_options(mask, options)  # backward runs the kernel that forward ran
         ctx.save_for_backward(q, k, v)

@@ -119,7 +119,7 @@ class OpLog(TorchDispatchMode):
         self.host = dict.fromkeys(self.host, 0)
 
     def storage(self, tensor: Tensor) -> int:
-        """The number of the memory behind a tensor, of a sparse one that behind its values."""
+        """The number of the memory behind a tensor; for a sparse tensor, behind its values."""
         memory = values_of(tensor).untyped_storage()
         key = memory._cdata
         if key not in self._storages:
@@ -144,7 +144,7 @@ class OpLog(TorchDispatchMode):
         return str(value)
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
-        """A dense tensor; of complex numbers one of real numbers with an axis of length 2."""
+        """A dense tensor; complex numbers become real ones with one more axis, of length 2."""
         shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
         if tensor.is_complex():
             shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
@@ -221,7 +221,7 @@ class OpLog(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-        """Run an op and log it; of views, and of autograd's nodes, count host events instead."""
+        """Run an op and log it; views and autograd's nodes are counted as host events instead."""
         if consists_of_others(func):  # such ops of inference tensors come whole
             with self:
                 return func.decompose(*args, **kwargs)

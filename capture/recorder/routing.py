@@ -92,7 +92,7 @@ class Routing(Known):
         self.turned = NOWHERE  # the line and instruction that just read one which turned
 
     def note_inputs(self, inputs: Inputs) -> None:
-        """Note that integer inputs without values are tokens, of which no number is known."""
+        """Note that integer inputs without values are tokens: their numbers are unknown."""
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, FakeTensor) and tensor.dtype in (torch.int32, torch.int64):
                 self.facts[tensor] = Fact(top=inf)
@@ -292,7 +292,7 @@ class Routing(Known):
         return count
 
     def _nonzero(self, mask: Tensor) -> Argument:
-        """As ``nonzero``: as many positions as are expected; of a vector the first ones."""
+        """As ``nonzero``: as many positions as are expected; for a vector, the first ones."""
         count = self._count(mask)
         if count is None:
             return torch.ops.aten.nonzero.default(mask)
@@ -363,7 +363,7 @@ class Routing(Known):
                 self.facts[output] = fact
 
     def _note_sum(self, first: Tensor, output: Argument, known: Fact) -> None:
-        """Note a sum of a mask or of counts: the mean; of sums into a vector equal counts."""
+        """Note a sum of a mask or of counts: the mean; for sums into a vector, equal counts."""
         if known.mean is None:
             return
         total = known.mean * first.numel()

@@ -75,7 +75,7 @@ def _passing_on(equal: torch.nn.Module, undo: ExitStack) -> Callable[..., Any]:
 
 
 def _first(values: Any) -> Any:
-    """The first element of a tuple, None of an empty one; any other value itself."""
+    """The first element of a tuple, None if it is empty; any other value itself."""
     return next(iter(values), None) if isinstance(values, tuple) else values
 
 

@@ -39,7 +39,7 @@ class Codec:
 
     @classmethod
     def of(cls, text: str) -> Codec | None:
-        """The codec that a plan's value names ("int8", "dct:0.25", "0.1"); None of an empty one."""
+        """The codec that a plan's value names ("int8", "dct:0.25", "0.1"); None for ""."""
         if not text:
             return None
         name, _, share = text.partition(":")
@@ -78,7 +78,7 @@ class Codec:
         return self._kernel(codes, t, t, phase)
 
     def _kernel(self, read: TensorSpec, made: TensorSpec, t: TensorSpec, phase: str) -> OpCall:
-        """A pass over ``read`` and ``made``; of a cosine transform a product of ``t`` in blocks."""
+        """A pass over ``read`` and ``made``; a cosine transform multiplies ``t`` in blocks."""
         if self.kind != DCT:
             facts = {"ops": 2, "numel": max(read.numel, made.numel)}  # scale and round
             return OpCall(op=CALL, args=(read,), kwargs=facts, outputs=(made,), phase=phase)

@@ -190,10 +190,10 @@ def split_layers(
 def _reads_inputs_only(
     earlier: Sequence[OpCall], own: Sequence[OpCall], parameters: Sequence[ParamSpec]
 ) -> bool:
-    """Whether a layer's weights meet inputs of the model alone, no floats of an earlier layer.
+    """Whether no op of a layer with weights reads floats that an earlier layer wrote.
 
-    ``earlier``, ``own``: calls of earlier layers and of this one. What is made of weights counts
-    as weights; without any, False.
+    ``earlier``, ``own``: calls of earlier layers and of this one. What is computed from weights
+    counts as weights. False for a layer without weights.
     """
     written = {t.storage for c in earlier for t in c.outputs if t.dtype.startswith(("fp", "bf"))}
     of_weights = {p.storage for p in parameters}

@@ -105,7 +105,7 @@ def held_lives(
 
 
 def _own_bytes(t: TensorSpec) -> int:
-    """Bytes of memory from a tensor's first to its last element; of an expanded one few."""
+    """Bytes of memory from a tensor's first to its last element; an expanded tensor has few."""
     if not t.stride or not t.numel:
         return t.nbytes
     numel = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride, strict=True))

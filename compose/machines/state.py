@@ -86,7 +86,7 @@ class Machine:
         return cls(typical=typical, mean=(0.0,) * len(NAMES), covariance=_rows(covariance))
 
     def factors(self, model: str = "") -> Factors:
-        """The expected factors; of a model in ``models`` with its own deviation on this machine."""
+        """The expected factors; a model in ``models`` adds its own deviation on this machine."""
         logs = np.array(self.mean[: len(NAMES)])
         if model in self.models:
             logs = logs + self.mean[len(NAMES) + self.models.index(model)] * EVERYWHERE

@@ -59,7 +59,7 @@ def _gathers_in_each(rank: Rank) -> bool:
 
 
 def _stage_times_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """By stage, in us: a micro-batch's time on all its layers, and the compute others wait for.
+    """Times in us of a micro-batch on each stage: of all layers, and of compute others wait for.
 
     These wait for all of the stage's first chunk but weight gradients, where the schedule cuts
     backward.
@@ -87,7 +87,7 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     own_us, strategy = compute_us(runs), rank.strategy
     if not _gathers_in_each(rank):
         return own_us
-    often = 1 + strategy.regather / (rank.plan.microbatches if strategy.staged else 1)
+    often = 1 + strategy.regather / (rank.plan.microbatches if strategy.whole_after_backward else 1)
     return _beside_us(rank, own_us, _fsdp_messages(rank, runs, often, int(strategy.scatters_each)))
 
 
@@ -96,7 +96,7 @@ def _fsdp_messages(rank: Rank, runs: Sequence[Run], gathers: float, scatters: in
     whole_rank, messages = replace(rank, layers=tuple(layer for layer, _ in runs)), list[Sent]()
     root = tuple(layer for layer, count in runs for _ in range(count) if not layer.numbered)
     units = [((layer,), count, gathers) for layer, count in runs if layer.numbered]
-    once = 1 / rank.plan.microbatches if rank.strategy.staged and gathers > 1 else 1.0
+    once = 1 / rank.plan.microbatches if rank.strategy.whole_after_backward and gathers > 1 else 1.0
     for layers, count, often in [(root, 1, once), *units]:
         unit = Unit(rank=whole_rank, layers=layers)
         messages += [(op, count * often) for op in unit.gathers]

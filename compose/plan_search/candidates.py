@@ -108,7 +108,7 @@ class Search:
         return CapturesBySize(self.capture_at)
 
     def size(self, plan: ParallelPlan) -> Size:
-        """One micro-batch of a replica: samples, tokens of each on one rank, whether autocast."""
+        """A micro-batch of a replica: samples, tokens of a sample on one rank, autocast or not."""
         if self.batch % plan.dp:
             raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
         return (*micro_batch(plan, self.batch // plan.dp, self.seq), plan.autocast)
@@ -153,9 +153,9 @@ class Search:
         return rank
 
     def legal(self, plans: Sequence[ParallelPlan]) -> list[Rank]:
-        """A rank of each of these plans of one shape that no rule forbids.
+        """A rank of each plan that no rule forbids; the plans are of one shape.
 
-        Their ops are the same: where the first one's cannot be rewritten, none is legal.
+        They run the same ops: if the first plan's cannot be rewritten, no other plan's can.
         """
         first, book = plans[0], self.book
         try:
@@ -190,7 +190,7 @@ class Search:
         )
 
     def step_of_few(self) -> StepCapture:
-        """The step of one sample; of two where it needs several, as norms over a batch do."""
+        """The step of one sample, or of two where one is too few, as for norms over a batch."""
         try:
             return self.captures.at((1, self.seq, self.amp))
         except ValueError:

@@ -212,7 +212,7 @@ def _learned(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> Ite
 
 
 def _modelled(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> list[tuple[Any, ...]]:
-    """Of each message (us, size, ranks per node) of the largest group that the model knows.
+    """For each message (us, size, ranks per node) of the largest group that the model knows.
 
     () for one that is sent to nobody. Links slower than any measured are scaled by formula.
     """

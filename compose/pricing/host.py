@@ -105,7 +105,7 @@ def _event_us(
 
 
 def _slowdown(book: PriceBook) -> float:
-    """How much longer a measured CPU takes for an event than its host by assumption.
+    """Measured over assumed time of a host event on a measured CPU: how much slower it is.
 
     The median over events that every step has; 1 where none of them were measured.
     """

@@ -174,7 +174,7 @@ class PricedLayer:
 
 
 def _at_once(copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
-    """Copies by parameter as one op that takes as long as all, launched once; of none, none.
+    """One op, launched once, that takes as long as all these copies; none for no copies.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py calls split_with_sizes_copy and
     _chunk_cat for all parameters of a group.

@@ -76,9 +76,9 @@ class PriceBook:
         self.once = Once()  # ops and what they consist of, host times of calls and wrappers
 
     def on(self, machine: Factors, known: Machine | None = None, model: str = "") -> PriceBook:
-        """The same prices by the factors of a machine; models are asked once for all machines.
+        """These prices times a machine's speed factors; models are asked once for all machines.
 
-        ``known``: what is known of the machine, of which intervals are, for the model of this name.
+        ``known``: what measured steps of ``model`` say of the machine; intervals rest on it.
         """
         if (machine, known, model) == (self.machine, self.known, self.model):
             return self

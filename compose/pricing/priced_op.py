@@ -34,7 +34,7 @@ class AssumedTime:
     by_name_us: dict[str, float] = field(default_factory=dict)
 
     def add_us(self, time_us: float, shares: AssumedShares) -> None:
-        """Add a time, of which each assumption has its share."""
+        """Add a time, and to each assumption its share of it."""
         self.total_us += time_us
         for name, share in shares:
             self.by_name_us[name] = self.by_name_us.get(name, 0.0) + share * time_us
@@ -84,7 +84,7 @@ class PricedOp:
     hidden_us: float = 0.0
 
     def over(self, n: float) -> PricedOp:
-        """Its mean over n steps, of which one has it: a message that is sent every n-th step."""
+        """Its mean over n steps, if only one of them has it: a message sent every n-th step."""
         if n == 1:
             return self
         return replace(self, duration_us=self.duration_us / n, hidden_us=self.hidden_us / n)

@@ -277,7 +277,7 @@ def _rank_graph(
 
 
 def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, cluster: Cluster) -> Ops:
-    """Calls and collectives with durations; of overlapped collectives the exposed time only."""
+    """Calls and collectives with durations; overlapped collectives have their exposed time only."""
     ops = graph.asked.sent(book, cluster) | graph.prices(book)[0]
     calls = graph.capture.calls
     by_experts = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}

@@ -58,7 +58,7 @@ class Work:
         return total
 
     def over(self, n: float) -> Work:
-        """Their mean over n steps, of which one has them: ops that run every n-th step."""
+        """Their mean over n steps, if only one of them has them: ops that run every n-th step."""
         if n == 1:
             return self
         shown = (replace(s, us=s.us / n, launch_us=s.launch_us / n) for s in self.steps)

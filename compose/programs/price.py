@@ -137,9 +137,9 @@ def product_dtypes(program: ProgramCapture, gpu: Gpu) -> list[str]:
 
 
 def _with_launches(step: StepCapture) -> StepCapture:
-    """The step where the host launches the first op of each CUDA graph (``graphed`` = 0).
+    """The step with the first op of each CUDA graph launched by the host (``graphed`` = 0).
 
-    The other ops are launched with it.
+    The graph's other ops keep its number in ``graphed``: that one launch starts them too.
     """
     calls, last = [], 0
     for call in step.calls:

@@ -204,7 +204,7 @@ class ScriptStopsError(ValueError):
 
 
 class TooMuchMemoryError(ValueError):
-    """Raised where a script takes more memory than its share, of which there is more later."""
+    """Raised where a script takes more memory than its share; it may run later, with more."""
 
 
 @contextmanager
@@ -316,7 +316,7 @@ def _reason(output: IO[bytes], code: int, script: Path) -> str:
 
 
 def emulated(gpu: Gpu, cores_of_a_rank: float = 0, per_node: int = 1) -> EmulatedGpu:
-    """The facts that programs can ask; of an architecture we don't know, those of Hopper."""
+    """The facts that programs can ask for; Hopper's, where we don't know the architecture."""
     return EmulatedGpu(
         name=gpu.name,
         kind=gpu.kind,

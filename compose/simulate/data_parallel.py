@@ -71,7 +71,7 @@ class Strategy:
     scatters_each: bool = False  # scatter gradients after each micro-batch, not the last alone
     by_layer: bool = False  # gather parameters before, scatter gradients after each layer
     regather: bool = False  # in backward too
-    staged: bool = False  # what torch's pipelines gather stays whole after backward
+    whole_after_backward: bool = False  # what torch's pipelines gather stays whole after backward
     frozen_whole: bool = False  # only parameters with a gradient are sharded
     share_update: bool = False
     share_gradients: bool = False
@@ -79,7 +79,7 @@ class Strategy:
     chunks: int = 1
     buckets: bool = False  # a second copy of the gradients
     broadcast: bool = False  # running statistics before forward
-    early: bool = False  # what is sent is known before forward
+    gossip: bool = False  # parameters are averaged with a few replicas, beside forward
     every: int = 0  # steps between averages of parameters; 0: gradients are reduced in each
     sends: float = 1.0  # probability of a message by gossip
     outer: bool = False  # an optimizer's step follows each average
@@ -160,7 +160,7 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         return Strategy(
             by_layer=True,
             regather=plan.zero == 3,
-            staged=plan.zero > 1 and plan.pp > 1,
+            whole_after_backward=plan.zero > 1 and plan.pp > 1,
             frozen_whole=plan.zero == 1,
             every_micro=plan.zero == 3 or gathers_each,
             scatters_each=scatters_each,
@@ -175,7 +175,7 @@ def _replicas(plan: ParallelPlan) -> Strategy:
     if plan.gossip:
         sent, passes = {"ring": 2, "exp2": 1}[plan.gossip], 1 + packing
         copies = Strategy(
-            copies_in=passes, copies_out=passes, buckets=True, early=True, sends=plan.sends
+            copies_in=passes, copies_out=passes, buckets=True, gossip=True, sends=plan.sends
         )
         return replace(copies, reduce=(EXCHANGE,) * sent)
     return _all_reduced(plan, packing)
@@ -243,10 +243,10 @@ class LayerBucket:
         return [codec.encode(whole, codes, "backward")], [*sums, decode]
 
     def messages(self, strategy: Strategy, cluster: Cluster) -> list[Message]:
-        """What replicas send of the bucket once it is full; by gossip first within nodes."""
+        """Messages of a full bucket; gossip averages within a node first, then between nodes."""
         sent = [strategy.of_gradients(self.message(kind, strategy)) for kind in strategy.reduce]
         group = cluster.groups[self.axis]
-        if not strategy.early or self.axis != "shard":
+        if not strategy.gossip or self.axis != "shard":
             return sent
         if group.size == group.per_node:
             return [replace(m, axis="intra_node") for m in sent]

@@ -215,7 +215,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
 def sharded_bytes(
     layers: Sequence[PricedLayer], rank: Rank, *, trained: bool = False
 ) -> dict[str, int]:
-    """By axis the bytes of layers' parameters that its ranks share out, and so gather before use.
+    """Bytes of layers' parameters that the ranks of an axis shard, and gather before use; by axis.
 
     ``trained``: of their gradients.
     """
@@ -231,7 +231,7 @@ def sharded_bytes(
 
 
 def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
-    """Bytes of one of so many ranks' shards of a layer's parameters, and of its gradients.
+    """Bytes of one rank's shard of a layer's parameters, and of its gradients, among ``ranks``.
 
     ``fp32``: those with a gradient are kept in fp32, as mixed precision does. Frozen ones lie as
     they are, in 4 bits too.

@@ -29,10 +29,11 @@ def quick_us(rank: Rank, optimizer: str) -> float:
 
 
 def evaluate_ranks(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0) -> Outcome:
-    """The iteration of ranks of unlike work or devices, broken down on the slowest of them.
+    """Simulate an iteration of ranks with unlike work or devices; its breakdown is the slowest's.
 
-    ``ranks``: of each stage one with all layers, priced on the stage's device; without a pipeline
-    one of each kind of replica, with its own micro-batch. ``crowding``: see ``side_by_side``.
+    ``ranks``: in a pipeline, for each stage a rank that holds all layers, priced on the stage's
+    device; else one rank for each kind of replica, with its own micro-batch. ``crowding``: see
+    ``timeline.side_by_side``.
     """
     step = _simulated(ranks, optimizer, crowding)
     memories = by_rank(ranks, lambda rank: stage_memory(rank, optimizer))
@@ -93,7 +94,7 @@ def _accumulations(rank: Rank) -> int:
     if rank.strategy.scatters_each:
         return 0
     strategy, zeroed = rank.strategy, rank.one_by_one
-    in_bucket = bool(strategy.reduce) and not strategy.early
+    in_bucket = bool(strategy.reduce) and not strategy.gossip
     return max(0, rank.plan.microbatches - (not zeroed) - in_bucket)
 
 

@@ -319,7 +319,7 @@ class Ending:
 def endings(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> list[list[Ending]]:
-    """By rank its chunks' last actions, in order: last chunks of the model end first."""
+    """The last actions of each rank's chunks, in order: the model's last chunks end first."""
     order, took, _, ends, _ = _times(schedule, chunks, stages, micro)
     last = [dict[int, int]() for _ in range(stages)]
     for n, (kind, i, c) in enumerate(order.actions, start=1):
@@ -343,7 +343,7 @@ def endings(
 def loads_us(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[float, ...]:
-    """By rank the time of all its actions."""
+    """Time of all actions of each rank."""
     order, took, *_ = _times(schedule, chunks, stages, micro)
     ranks = [rank_of_chunk(schedule, stages, c) for *_, c in order.actions]
     return tuple(np.bincount(ranks, weights=took[1:]).tolist())

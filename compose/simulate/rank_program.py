@@ -41,7 +41,7 @@ class RankProgram(RankUpdate):
         gather = self.strategy.every_micro or last
         if self.strategy.broadcast and last:
             self._broadcast()
-        if self.strategy.early and last:
+        if self.strategy.gossip and last:
             self._average()
         if self.strategy.by_layer:
             sharded_forward(self, gather=gather)
@@ -87,7 +87,7 @@ class RankProgram(RankUpdate):
         if self.strategy.by_layer:
             sharded_backward(self, scatter=sync, later=later)
             return
-        reduces = sync and self.strategy.reduce and not self.strategy.early
+        reduces = sync and self.strategy.reduce and not self.strategy.gossip
         filled = layer_buckets(layers, self.strategy, self.rank.starts) if reduces else []
         self.filled = filled or self.filled
         kinds = [m for b in filled for m in b.messages(self.strategy, self.rank.cluster)]

@@ -70,7 +70,7 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     before, final = Runs(), RankProgram(rank, ahead=ahead)
     offload = rank.strategy.offload
     first_differs = not every or "parameters" in offload
-    starts = scaled and not (rank.strategy.early or rank.strategy.after_update or offload)
+    starts = scaled and not (rank.strategy.gossip or rank.strategy.after_update or offload)
     if starts:
         final.step(optimizer)
     if micro > 1 and (every or "activations" in offload):
@@ -127,7 +127,7 @@ class Replicas:
         return [sum(times * run.end_us for run, times in own) for own in self.runs]
 
     def loads_us(self) -> list[float]:
-        """Time that each rank computes; 0 of a single one, which is compared with no other."""
+        """Time that each rank computes; 0 for a single rank, which is compared with no other."""
         alone = len(self.stages) == 1
         return [0.0 if alone else added_up(own).compute_us for own in self.runs]
 

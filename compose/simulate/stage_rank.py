@@ -135,7 +135,10 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
 
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
-    """The runs of a chunk: forward (F), backward (A), and its parts (B, W) where it may be cut."""
+    """The runs of a chunk: forward (F) and backward (A).
+
+    Where the schedule cuts backward in two, also gradients of inputs (B) and of weights (W). The
+    variants are runs that differ: the step's first micro-batch, and parameters still gathered."""
     each = rank.strategy.scatters_each
 
     def run(kind: str, variant: str = "") -> Run:
@@ -150,7 +153,7 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
 
     kinds = "FABW" if rank.plan.schedule in CUT_BACKWARD else "FA"
     differ = [(kind, FIRST) for kind in kinds if kind in "AW"]
-    if rank.strategy.staged and rank.strategy.regather:
+    if rank.strategy.whole_after_backward and rank.strategy.regather:
         differ += [("F", FIRST), *((kind, KEPT) for kind in kinds if kind != "W")]
     return StageRuns(
         runs={kind: run(kind) for kind in kinds},
@@ -165,7 +168,7 @@ def _sharded(rank: Rank, layers: Sequence[PricedLayer], variant: str) -> Sequenc
     FSDP2 keeps the root's from the first forward on, those of others from a backward on until the
     next forward.
     """
-    if variant == FIRST or not (rank.strategy.staged and rank.strategy.regather):
+    if variant == FIRST or not (rank.strategy.whole_after_backward and rank.strategy.regather):
         return layers
     return [x if is_apart(rank, x) and variant != KEPT else x.whole for x in layers]
 
@@ -231,7 +234,7 @@ class Pipeline:
         return self.ranks[0].plan
 
     def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
-        """When each rank's last backward ends; of cyclic data parallelism what a step more adds."""
+        """When each rank's last backward ends; cyclic data parallelism: time of a further step."""
         plan, micro = self.plan, self.plan.microbatches
         if not plan.cdp:
             return finish_us(plan.schedule, times, plan.pp, micro)
@@ -349,7 +352,7 @@ def stage_tails(
     ends: Sequence[Sequence[Ending]],
     optimizer: str,
 ) -> list[Tail]:
-    """By stage how it ends; stages with the same layers, which pause as long, share the runs."""
+    """How each stage ends; stages with equal layers and equal pauses share their runs."""
     ends_apart = ranks[0].plan.schedule not in V_SHAPED  # first and last chunk on unlike ranks
     keyed = list[tuple[Hashable, Callable[[], tuple[Run, Run]]]]()
     for i, (rank, stage, own) in enumerate(zip(ranks, stages, ends, strict=True)):

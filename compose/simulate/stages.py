@@ -83,7 +83,7 @@ def layout(plan: ParallelPlan) -> tuple[object, ...]:
 
 
 def dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
-    """By rank of the pipeline what belongs to its chunks."""
+    """For each rank of the pipeline, what belongs to its chunks."""
     ranks = (chunks_of_rank(plan.schedule, plan.pp, r, len(chunks)) for r in range(plan.pp))
     return [[chunks[c] for c in mine] for mine in ranks]
 

@@ -195,7 +195,7 @@ def _sweep(order: ChunkOrder, folder: Path, root: Root, left_s: float) -> None:
 
 
 def _rows(order: ChunkOrder, folder: Path) -> pd.DataFrame:
-    """All rows of the chunk, each once; of a point that was throttled the later one."""
+    """All rows of the chunk, each once; for a throttled point, the later row."""
     store.compact(folder, card_facts(folder, order.device))
     tables = [store.read_rows([folder], name) for name in order.chunk.families]
     tables = [t for t in tables if len(t)]

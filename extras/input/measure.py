@@ -189,7 +189,7 @@ def _timed_sampler() -> Iterator[list[float]]:
 
 
 def _said(exc: BaseException) -> str:
-    """An error in one line; of a worker's, whose text holds a traceback, the last line."""
+    """An error in one line; a worker's text holds a traceback, whose last line it is."""
     lines = [line.strip() for line in str(exc).strip().splitlines() if line.strip()]
     if lines and lines[0].startswith("Caught ") and len(lines) > 1:
         return f"{lines[-1]} (in a worker)"

@@ -284,7 +284,7 @@ def resize(p: EmbeddingBag, factor: float, first_share: float) -> EmbeddingBag:
 
 
 def allocated_bytes(p: EmbeddingBag) -> float:
-    """Whole tables, of which the rows looked up are read."""
+    """Bytes of whole tables, though only the rows looked up are read."""
     return 1.0 * p.tables * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 

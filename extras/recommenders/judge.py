@@ -117,7 +117,7 @@ class Bench:
     def judge(
         self, candidates: Sequence[Candidate], folder: str, together: int, progress: Progress
     ) -> list[Judged]:
-        """Forecast and measure candidates, of which ``together`` take turns."""
+        """Forecast and measure candidates; ``together`` of them take turns."""
         where = self.out / folder
         times_us = measure(candidates, self.ranks, where, together, self.anchor_us, progress)
         return [

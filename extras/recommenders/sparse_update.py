@@ -167,7 +167,7 @@ def features(p: SparseUpdate, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def allocated_bytes(p: SparseUpdate) -> float:
-    """Whole tables and as much state as Adam has, of which touched rows are read."""
+    """Bytes of whole tables and of Adam's state, though only touched rows are read."""
     return 3.0 * p.tables * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 

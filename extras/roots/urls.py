@@ -148,7 +148,7 @@ def fetched(where: str) -> Path:
 
 @contextmanager
 def written(where: str) -> Iterator[Path]:
-    """A local root to write to; of a URL a copy, whose new parts are sent at the end.
+    """A local root to write to; for a URL, a copy whose new parts are sent at the end.
 
     They are sent after errors, too.
     """

@@ -107,7 +107,7 @@ class _Reader:
         return values
 
     def _list(self, depth: int) -> Any:
-        """A list whose length is stated; of numbers of one type, an array."""
+        """A list whose length is stated; an array if it holds numbers of one type."""
         kind = None
         if self.raw[self.at] == TYPE:
             kind = DTYPES[self.raw[self.at + 1]]

@@ -134,7 +134,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def usual_host(hosts: Sequence[HostMachine]) -> HostMachine:
-    """Returns the host of median speed; of an even number the slower one in the middle.
+    """Returns the host of median speed; the slower of the middle two if their number is even.
 
     Speed is the time of as many events and launches as take the reference host equally long. The
     slower of two was chosen on the iterations of an H200 in datasets/gpu, on a third machine.

@@ -250,7 +250,7 @@ class Chunk:
         point.synchronises = blocked() and blocked()
 
     def _sample(self, point: Measured) -> None:
-        """Sample device times, cold and warm; of a host call its host time."""
+        """Sample device times, cold and warm; for a host call, its host time."""
         if _is_host(point):
             point.facts = host_timing(_workload(point), self.device.wait)
             return

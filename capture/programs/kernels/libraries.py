@@ -75,7 +75,7 @@ def log_product(log: OpLog, arguments: Mapping[str, Any], output: Any) -> str:
 
 
 def log_int8_product(log: OpLog, arguments: Mapping[str, Any], output: Any) -> str:
-    """Log a product in 8 bits as one in 16 bits, of which there are measured rows."""
+    """Log a product in 8 bits as one in 16 bits, as only these were measured."""
     left, right = (arguments.get(f"C{name}", arguments.get(name)) for name in "AB")
     rows, matrix = (torch.empty(t.shape, dtype=torch.half).flatten(0, -2) for t in (left, right))
     result = output[0] if isinstance(output, tuple) else output

@@ -40,19 +40,20 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A layer: number ``at`` of its list; ``runs``: fewer than ``RUN`` equal ones follow it.
+    """Layer ``number`` of a list. ``kinds``: what was seen of passes of the list's layers.
 
-    ``kinds``: what was seen of passes of the list's layers.
+    ``awaits_backward``: it runs until its backward was seen, too, as fewer than ``RUN`` equal
+    layers follow, whose backward would show it.
     """
 
     layers: Sequence[torch.nn.Module]
-    at: int
-    runs: bool
+    number: int
+    awaits_backward: bool
     kinds: list[Any]
 
     def held(self, graph: bool = True) -> Any:
         """What equal layers have in common; None where hooks may do anything."""
-        return _held(self.layers, self.at)
+        return _held(self.layers, self.number)
 
     def takes(self, trained: Sequence[torch.Tensor]) -> bool:
         """Whether a layer may be repeated that is given these tensors with gradients."""
@@ -72,7 +73,7 @@ class Model:
     outermost: Any
     kinds: list[Any]
     library: str = ""
-    runs = True  # until its backward was seen, too
+    awaits_backward = True
 
     def held(self, graph: bool = True) -> Any:
         """What has to be equal before passes that are alike; None if none ever are.
@@ -121,7 +122,9 @@ def _functions(classes: Iterable[type]) -> list[FunctionType]:
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[tuple[int, Layer]]:
-    """The layers of a model, by id(layer): elements of the outermost long lists."""
+    """The layers of a model, by id(layer): elements of its lists of ``FEWEST`` modules or more.
+
+    Lists inside such a list count as parts of its layers."""
     for child in model.children():
         layers = list(child.children())
         if not (isinstance(child, LISTS) and len(layers) >= FEWEST):
@@ -131,8 +134,8 @@ def layers_of(model: torch.nn.Module) -> Iterator[tuple[int, Layer]]:
             continue
         held, kinds = [_held(layers, at) for at in range(len(layers))], list[Any]()
         for at, layer in enumerate(layers):
-            runs = held[at + 1 :].count(held[at]) < RUN
-            yield id(layer), Layer(layers=layers, at=at, runs=runs, kinds=kinds)
+            awaits = held[at + 1 :].count(held[at]) < RUN
+            yield id(layer), Layer(layers=layers, number=at, awaits_backward=awaits, kinds=kinds)
 
 
 def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:

@@ -71,7 +71,7 @@ class Form:
         )
 
     def tensor(self, log: ProgramLog) -> torch.Tensor:
-        """A new tensor of this form, of which ``log`` knows what it knows of the first."""
+        """A new tensor of this form; what ``log`` knows of the first tensor holds for it too."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         if self.on_gpu:
             log.gpu_memory.add(tensor)

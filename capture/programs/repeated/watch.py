@@ -209,7 +209,7 @@ class Repeats:
         shapes = [replace(f, values=None) if isinstance(f, Form) else f for f in forms]
         kind = _kind(place, (held, structure, shapes, around), numbers)
         inputs = Inputs(module, leaves, trained, numbers, log)
-        backward_shown = "backward" in kind.shown or not (place.runs and graph)
+        backward_shown = "backward" in kind.shown or not (place.awaits_backward and graph)
         if "forward" in kind.shown and backward_shown:
             self.cast[id(module)] = not cast_before
             repetition = Repetition(log, kind, inputs)

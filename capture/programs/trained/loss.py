@@ -47,7 +47,7 @@ class Rescaled:
 
     @property
     def _tokens(self) -> dict[int, int]:
-        """Own to wanted tokens of a sample; of labels there may be one more or fewer."""
+        """Own to wanted tokens of a sample; labels may have one more or fewer."""
         own, wanted = self.own.seq, self.wanted.seq
         return {own + d: wanted + d for d in (1, -1, 0)} if own > 2 else {}
 

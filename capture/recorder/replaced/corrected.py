@@ -52,7 +52,7 @@ def trilinear(
     third, and their sum. Source: aten/src/ATen/native/Linear.cpp. On fake tensors one index runs,
     and its calls are logged for all.
     """
-    unroll_dim = (*along, 1)[0]
+    unroll_dim = along[0] if along else 1
     with log:
         whole = [_with_axes(t, new) for t, new in zip(args, expand, strict=True)]
         sizes = [max(lengths) for lengths in zip(*(t.shape for t in whole), strict=True)]

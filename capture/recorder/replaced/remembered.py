@@ -115,7 +115,7 @@ def is_plain(tensor: Argument, facts: Any) -> bool:
 
 @cache
 def views_one(func: OpOverload) -> bool:
-    """Whether an op is a view of one tensor, of which torch needs nothing but its form."""
+    """Whether an op is a view of one tensor that torch makes from its form alone."""
     tensors = sum("Tensor" in str(argument.type) for argument in func._schema.arguments)
     return func.is_view and tensors == 1 and not consists_of_others(func)
 

@@ -88,9 +88,9 @@ def inductor_kernels(
 
 
 def without_allocations(capture: StepCapture) -> StepCapture:
-    """The step without calls that launch nothing: empty tensors, and views that are no aten views.
+    """The step without calls that launch nothing: empty tensors, and views by ops of other names.
 
-    In a kernel they would be tensors to read and write.
+    Otherwise a fused kernel would read and write them.
     """
     builder = StepBuilder(capture)
     for i, call in enumerate(capture.calls):

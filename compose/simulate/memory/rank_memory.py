@@ -228,7 +228,7 @@ def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -
     for at, (x, n) in enumerate(runs):
         ahead, gathered = units.in_forward(x, n)
         before, work = runs[at - 1][0] if at else None, gathered + x.layer.within_forward.peak
-        yield 0 if strategy.staged else made, held(before), max(ahead, work)
+        yield 0 if strategy.whole_after_backward else made, held(before), max(ahead, work)
         level += n * (x.layer.within_forward.left - _dropped(x))
     units.in_transit = 0
     for at in range(len(runs) - 1, -1, -1):
@@ -278,7 +278,7 @@ class _Units:
     def __init__(self, runs: Sequence[Run], ranks: Ranks, strategy: Strategy) -> None:
         (self.ranks, self.expert_ranks), self.strategy = ranks, strategy
         self.on_host = "parameters" in strategy.offload
-        self.sends = strategy.by_layer and not strategy.staged
+        self.sends = strategy.by_layer and not strategy.whole_after_backward
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.kept_gathered = self.in_transit = self.unscattered = self.root_gradients = 0
 

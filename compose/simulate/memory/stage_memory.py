@@ -55,7 +55,7 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
 
 
 def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
-    """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
+    """Peak memory of each rank of a pipeline, by purpose; without a pipeline, of one rank."""
     return [
         max((_memory(rank, optimizer, moment) for moment in stage), key=_total)
         for stage in stages_held(rank)
@@ -63,7 +63,7 @@ def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
 
 
 def stages_held(rank: Rank) -> Iterator[list[Moment]]:
-    """By rank of a pipeline what it holds in its first backward, and in later ones."""
+    """What each rank of a pipeline holds in its first backward, and in later ones."""
     plan = rank.plan
     for r, stage in enumerate(_held(rank)):
         counts = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
@@ -100,7 +100,7 @@ def _memory(rank: Rank, optimizer: str, moment: Moment) -> dict[str, int]:
 
 
 def _held(rank: Rank) -> list[Stage]:
-    """By rank of the pipeline the sizes of its layers, and what a micro-batch makes it hold."""
+    """For each rank of the pipeline, its layers' sizes and what a micro-batch makes it hold."""
 
     def held() -> list[Stage]:
         chunks = chunks_of(rank)

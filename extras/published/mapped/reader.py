@@ -51,7 +51,7 @@ def read(source: Source, path: Path) -> Imported:
 
 
 def _tables(source: Source, file: Path) -> list[Table]:
-    """The first table that a file belongs to; of sheets all whose section the file has.
+    """The first table that a file belongs to; for sheets, all whose section the file has.
 
     A file is known by its name, or else by what it holds: all columns that a table needs.
     """

@@ -130,7 +130,7 @@ class BatchedStep(RankStep):
         self.own = parts
 
     def _on_tables(self, kernel: OpCall) -> OpCall:
-        """The kernel with own tables, of which it moves a part, beside its buffers."""
+        """The kernel with tables of its own beside its buffers; it moves a part of the tables."""
         return replace(kernel, kwargs={**kernel.kwargs, "tables": tuple(self.weights)})
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:

@@ -116,7 +116,7 @@ def from_backward(call: OpCall) -> Embedding:
 
 
 def allocated_bytes(p: Embedding) -> float:
-    """The whole table, of which the rows looked up are read."""
+    """Bytes of the whole table, though only the rows looked up are read."""
     return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 

@@ -198,7 +198,7 @@ def resize(p: IndexOp, factor: float, first_share: float) -> IndexOp:
 
 
 def allocated_bytes(p: IndexOp) -> float:
-    """The larger side of the indexed axis, of which some slots are read."""
+    """Bytes of the larger side of the indexed axis, though only some slots are read."""
     return 1.0 * p.outer * max(p.size, p.source) * p.inner * float(itemsize_bytes(p.dtype))
 
 

@@ -292,7 +292,7 @@ def retype(p: Gemm, dtype: str, gpu: Gpu) -> Gemm | None:
 
 
 def resize(p: Gemm, factor: float, first_share: float) -> Gemm:
-    """Grows all sides by the same factor; of a batch of products their number first."""
+    """Grows all sides by the same factor; a batch of products grows in number first."""
     if p.op == "bmm":
         batch = min(max(4096, p.batch), max(1, round(p.batch * factor**first_share)))
         factor *= p.batch / batch

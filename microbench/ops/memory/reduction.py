@@ -220,7 +220,7 @@ def resize(p: Reduction, factor: float, first_share: float) -> Reduction:
 
 
 def allocated_bytes(p: Reduction) -> float:
-    """All classes of a loss, of which it reads one a row."""
+    """All classes of a loss, though it reads one a row."""
     return 1.0 * p.outer * p.size * p.inner * float(itemsize_bytes(p.dtype))
 
 

@@ -197,7 +197,7 @@ def _leaf_backward(count: int, device: str) -> Callable[[], object]:
 
 
 def _leaves(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Builds a backward that accumulates gradients of several leaves; of one leaf as baseline."""
+    """Builds a backward that accumulates gradients of several leaves; the baseline has one leaf."""
     return _leaf_backward(CALLS + 1, device), _leaf_backward(1, device)
 
 
