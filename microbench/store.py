@@ -151,7 +151,9 @@ def write_card(folder: Path, facts: Facts | None = None) -> None:
         facts = {k: v for k, v in stated.items() if k not in OF_PARTS}
     if facts is None:
         facts = max(facts_of_parts, key=lambda part: str(part.get("when", "")), default={})
-    columns = [pd.read_parquet(p, columns=_present_columns(p, ("status", *MACHINE))) for p in parts]
+    wanted = ("status", *MACHINE)
+    present = [[name for name in wanted if name in pq.read_schema(p).names] for p in parts]
+    columns = [pd.read_parquet(p, columns=c) for p, c in zip(parts, present, strict=True)]
     card_facts = {
         **facts,
         "machines": _machines(facts_of_parts, columns),
@@ -165,11 +167,6 @@ def write_card(folder: Path, facts: Facts | None = None) -> None:
 def part_facts(path: Path) -> Row:
     """The facts of its card that a part keeps; none in parts of other origin."""
     return dict(json.loads((pq.read_schema(path).metadata or {}).get(FACTS, b"{}")))
-
-
-def _present_columns(path: Path, names: Sequence[str]) -> list[str]:
-    """Those of the columns that a part has."""
-    return [name for name in names if name in pq.read_schema(path).names]
 
 
 def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[Row]:

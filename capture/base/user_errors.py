@@ -96,9 +96,12 @@ def loop_test(file: str, line: int) -> int:
 @cache
 def _conditions(file: str) -> list[ast.Assert | ast.If | ast.While]:
     """The checks in a file of Python, ``assert`` and ``if`` that only raises, and its loops."""
-    kinds, nodes = ast.Assert | ast.While | ast.If, ast.walk(syntax_tree(file))
-    checks = (node for node in nodes if isinstance(node, kinds))
-    return [node for node in checks if not isinstance(node, ast.If) or _only_raises(node)]
+    return [
+        node
+        for node in ast.walk(syntax_tree(file))
+        if isinstance(node, ast.Assert | ast.While)
+        or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise) and not node.orelse)
+    ]
 
 
 @cache
@@ -108,10 +111,6 @@ def syntax_tree(file: str) -> ast.Module:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module([], [])
-
-
-def _only_raises(node: ast.If) -> bool:
-    return isinstance(node.body[-1], ast.Raise) and not node.orelse
 
 
 def _leaves(test: ast.expr) -> list[ast.expr]:

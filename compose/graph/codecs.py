@@ -98,16 +98,12 @@ def compressed(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
         return capture
     made, fresh = StepBuilder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
-        axis = call.kwargs["axis"] if _sends_activations(call) else ""
-        codec = codecs.get(axis)
+        shape, axis = call.args[0].shape if call.op == COLLECTIVE else (), call.kwargs.get("axis")
+        activations = len(shape) > 1 and shape[-1] > 1  # the loss sends one number per token
+        codec = codecs.get(axis) if activations else None
         made.calls += [call] if codec is None else _coded(call, codec, getattr(plan, axis), fresh)
         made.done(i)
     return made.step()
-
-
-def _sends_activations(call: OpCall) -> bool:
-    """Whether a call is a collective of more than one number per token, which the loss sends."""
-    return call.op == COLLECTIVE and len(call.args[0].shape) > 1 and call.args[0].shape[-1] > 1
 
 
 def _coded(call: OpCall, codec: Codec, ranks: int, fresh: Iterator[int]) -> Iterator[OpCall]:

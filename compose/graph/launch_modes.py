@@ -231,7 +231,8 @@ def fused(
 
     for index, call in enumerate(capture.calls):
         if is_fusible(call) and not apart(call):
-            if neighbours and not _same_kernel(capture.calls[neighbours[-1]], call):
+            before = capture.calls[neighbours[-1]] if neighbours else call
+            if (before.phase, size_of(before)) != (call.phase, size_of(call)):
                 add_kernel()
             neighbours.append(index)
             continue
@@ -239,11 +240,6 @@ def fused(
         builder.add(index, call)
     add_kernel()
     return builder.step()
-
-
-def _same_kernel(before: OpCall, call: OpCall) -> bool:
-    """Whether two consecutive calls go over as many elements in one phase."""
-    return (before.phase, size_of(before)) == (call.phase, size_of(call))
 
 
 def _one_kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpCall:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.capture.opcall import Argument, OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
@@ -56,14 +56,11 @@ def _remote_block(call: OpCall) -> OpCall:
     """Attention to another rank's keys and values: no mask; half of them where it is causal."""
     if not call.kwargs.get("is_causal"):
         return call
-    args: list[Argument] = [*call.args[:-2], *map(_half_length, call.args[-2:])]
+    args: list[Argument] = [*call.args[:-2]]
+    for t in call.args[-2:]:  # keys and values: (batch, heads, length, head_dim)
+        args.append(replace(t, shape=(*t.shape[:2], max(1, t.shape[2] // 2), t.shape[3])))
     has_gradients = len(call.outputs) > 1  # of query, key and value
     outputs = (call.outputs[0], *args[-2:]) if has_gradients else call.outputs
     return replace(
         call, args=tuple(args), kwargs={**call.kwargs, "is_causal": False}, outputs=outputs
     )
-
-
-def _half_length(t: TensorSpec) -> TensorSpec:
-    """Half the length of keys or values of shape (batch, heads, length, head_dim)."""
-    return replace(t, shape=(*t.shape[:2], max(1, t.shape[2] // 2), t.shape[3]))

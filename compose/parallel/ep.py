@@ -67,9 +67,13 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
         if i in last_products:
             builder.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed, COMBINE))
             tokens = 0
-    return builder.step(
-        [_local_experts(p, plan) if p.storage in weights else p for p in capture.parameters]
-    )
+    parameters = [
+        replace(p, shape=(p.shape[0] // plan.ep, *p.shape[1:]), spread=True)
+        if p.storage in weights
+        else p
+        for p in capture.parameters
+    ]
+    return builder.step(parameters)
 
 
 def with_buffers(capture: StepCapture) -> StepCapture:
@@ -101,11 +105,6 @@ def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
     """Stacked expert weights that batched or grouped products multiply, by storage."""
     used = {c.args[1].storage for c in capture.calls if c.op in EXPERT_PRODUCTS}
     return {p.storage: p for p in capture.parameters if is_expert(p) and p.storage in used}
-
-
-def _local_experts(p: ParamSpec, plan: ParallelPlan) -> ParamSpec:
-    """1 / ep of a stack of expert weights."""
-    return replace(p, shape=(p.shape[0] // plan.ep, *p.shape[1:]), spread=True)
 
 
 def _local_call(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -> OpCall:

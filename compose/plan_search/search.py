@@ -144,10 +144,6 @@ class BranchAndBound:
         heapify(self.waiting)
         return [scored for scored in self.weighed if wanted(scored.plan)]
 
-    def of_keys(self, shapes: Shapes) -> Callable[[int], list[Scored]]:
-        """A function of a number of keys: ``near`` of the plans with so many."""
-        return lambda count: self.near(shapes, lambda plan: keys(plan) == count)
-
     def _score(self, plan: Scored) -> float:
         return plan.score(self.objective)
 
@@ -276,7 +272,11 @@ def best_plans(
         stopped = True
     plainest, more = None, list[Scored]()
     if tree.best and not stopped:
-        plainest, more = simplest(search, tree.best[0], tree.of_keys(shapes), objective)
+
+        def near(count: int) -> list[Scored]:
+            return tree.near(shapes, lambda plan: keys(plan) == count)
+
+        plainest, more = simplest(search, tree.best[0], near, objective)
     tried = [*tree.tried, *more]
     return SearchResult(
         best=tree.best,

@@ -64,10 +64,6 @@ class StageRuns:
         """The run of an action."""
         return self.others.get((kind, variant), self.runs[kind])
 
-    def left_out_us(self, kind: str) -> float:
-        """What the first micro-batch leaves out of an action."""
-        return max(0.0, self.runs[kind].end_us - self.of(kind, FIRST).end_us)
-
     def times(self, sends: Sequence[PricedOp]) -> StageTimes:
         """Its times, with the messages to the next chunk."""
         us = {kind: run.end_us for kind, run in self.runs.items()}
@@ -282,7 +278,9 @@ class Pipeline:
         plan, mine = self.plan, self.chunks_of(r)
         order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         ran = dict.fromkeys((run_as(kind, plan.schedule), v) for kind, _, v in order)
-        omitted_us = sum(self.runs[mine[v]].left_out_us(kind) for kind, v in ran if kind in "AW")
+        omitted_us = 0.0  # by the first micro-batch
+        for runs, kind in ((self.runs[mine[v]], kind) for kind, v in ran if kind in "AW"):
+            omitted_us += max(0.0, runs.runs[kind].end_us - runs.of(kind, FIRST).end_us)
         return added_up(self.runs_of(r)).plus(Shares(end_us=omitted_us, compute_us=omitted_us), -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:

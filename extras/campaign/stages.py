@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from itercast.capture.base.yaml_text import made_of
@@ -36,7 +37,7 @@ def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
     begin_s = time.monotonic()
     rows = run.sweep(None, (1 - SMOKE_ITERATION_FRAC) * budget_s, grace_s)
     left_s = budget_s - (time.monotonic() - begin_s)
-    rows += _iterations(run, slice(1), left_s, grace_s)
+    rows += iterations(run, left_s, grace_s, most=1)
     gpu = made_of(Gpu, card_facts(run.root, "cuda")["hardware"], str(run.root))
     for line in summary(run.root, gpu.name):
         log.info("%s", line)
@@ -49,16 +50,6 @@ def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
 def ops(run: Run, budget_s: float, grace_s: float) -> int:
     """Sweep points of all families."""
     return run.sweep(None, budget_s, grace_s)
-
-
-def iterations(run: Run, budget_s: float, grace_s: float) -> int:
-    """Measure training iterations, as many as fit the budget."""
-    return _iterations(run, slice(None), budget_s, grace_s)
-
-
-def some_iterations(run: Run, budget_s: float, grace_s: float) -> int:
-    """Measure the first iterations of the list, which have every kind."""
-    return _iterations(run, slice(len(FIRST)), budget_s, grace_s)
 
 
 def second(run: Run, budget_s: float, grace_s: float) -> int:
@@ -83,9 +74,9 @@ def points(run: Run, budget_s: float, grace_s: float) -> int:
     return run.sweep(None, budget_s, grace_s, run.points)
 
 
-def _iterations(run: Run, which: slice, budget_s: float, grace_s: float) -> int:
-    """Measure some of a GPU's list of iterations, each once; returns the number of rows."""
-    wanted = gpu_iterations()[which]
+def iterations(run: Run, budget_s: float, grace_s: float, most: int | None = None) -> int:
+    """Measure the first ``most`` of a GPU's list of iterations once; returns the number of rows."""
+    wanted = gpu_iterations()[:most]
     return collect_iterations(
         run.root, "cuda", wanted, 0, run.progress, budget_s, grace_s, run.devices
     )
@@ -126,7 +117,7 @@ PLANS: dict[str, tuple[Stage, ...]] = {
     # For a GPU that is forecast from others: points measured there, and iterations to compare.
     "unseen": (
         Stage(name="points", seconds=180, measure=points),
-        Stage(name="iterations", seconds=240, measure=some_iterations),
+        Stage(name="iterations", seconds=240, measure=partial(iterations, most=len(FIRST))),
     ),
 }
 

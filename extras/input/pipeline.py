@@ -192,12 +192,11 @@ def cores_of_a_rank(lane: InputLane, target: Target, world_size: int, cores: int
 
 def on_host(lane: InputLane, node: Node | None) -> InputLane:
     """The lane as the node's CPU makes its batches; as it is where either's rate is not known."""
-    measured_rate, host_rate = (_images_per_s(cpu) for cpu in (lane.cpu, node.host if node else ""))
+    measured_rate, host_rate = (
+        next((rate for model, rate in IMAGES_PER_S.items() if model in cpu), 0.0)
+        for cpu in (lane.cpu, node.host if node else "")
+    )
     return lane.slower(measured_rate / host_rate) if measured_rate and host_rate else lane
-
-
-def _images_per_s(cpu: str) -> float:
-    return next((rate for model, rate in IMAGES_PER_S.items() if model in cpu), 0.0)
 
 
 def consumer(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:

@@ -168,9 +168,11 @@ def load_stack(name: str) -> Stack:
     is that of a known release.
     """
     stack = _find(name)
-    too_new = not NIGHTLY.match(name) and software_version(name)[:1] > _newest(name)[:1]
+    releases = _releases(name)
+    newest = next(map(software_version, releases), ()) or software_version(name)
+    too_new = not NIGHTLY.match(name) and software_version(name)[:1] > newest[:1]
     if stack is None or too_new:
-        raise unknown("stack", name, stack_names(), like=_releases(name)[:3])
+        raise unknown("stack", name, stack_names(), like=releases[:3])
     return stack
 
 
@@ -178,11 +180,6 @@ def _releases(name: str) -> list[str]:
     """The known stacks of the software ``name``, the newest first."""
     releases = [s for s in known_stacks() if software_name(s) == software_name(name)]
     return sorted(releases, key=software_version, reverse=True)
-
-
-def _newest(name: str) -> tuple[int, ...]:
-    """The newest known version of the software ``name``; that of ``name`` where none is stated."""
-    return next(map(software_version, _releases(name)), ()) or software_version(name)
 
 
 def stack_of_row(stated: str) -> Stack:
@@ -216,10 +213,7 @@ def _find(name: str) -> Stack | None:
         name = software
     if releases:
         return stacks[pick_version(releases, name)]
-    by_words = [stack for stack in stacks.values() if any(_says(name, w) for w in stack.words)]
-    return by_words[0] if by_words else None
-
-
-def _says(text: str, word: str) -> bool:
-    """Whether a text has this word, not as a part of a longer one: no ``megatroncore``."""
-    return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
+    for stack in stacks.values():  # whole words: "megatron" is none of ``megatroncore``
+        if any(re.search(rf"\b{re.escape(word)}\b", name, re.IGNORECASE) for word in stack.words):
+            return stack
+    return None

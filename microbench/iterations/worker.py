@@ -140,8 +140,8 @@ def _in_rounds(order: IterationOrder, journal: store.Journal | None) -> None:
     """
     waiting = list(order.iterations)
     while waiting:
-        built = list[Built | BuiltApart]()
-        while waiting and (not built or _has_room(order, built)):
+        built, room_bytes = list[Built | BuiltApart](), MODELS_FRAC * memory_bytes() / order.ranks
+        while waiting and (not built or sum(these.memory_bytes for these in built) < room_bytes):
             count = len(waiting) if order.ranks > 1 else TOGETHER
             some, waiting = waiting[:count], waiting[count:]
             built.append((Built if order.ranks > 1 else BuiltApart)(order, some))
@@ -152,11 +152,6 @@ def _in_rounds(order: IterationOrder, journal: store.Journal | None) -> None:
                     journal.append(rows)
         for these in built:
             these.close()
-
-
-def _has_room(order: IterationOrder, built: Sequence[Built | BuiltApart]) -> bool:
-    """Whether models may be built beside those there."""
-    return sum(these.memory_bytes for these in built) < MODELS_FRAC * memory_bytes() / order.ranks
 
 
 class Built:

@@ -60,7 +60,10 @@ def adapt(model: Any, adapters: Adapters) -> Any:
 def _adapted(model: Any, adapters: Adapters) -> list[str]:
     """Names of the modules that get an adapter."""
     kind = str(getattr(model.config, "model_type", ""))
-    linear = [name for name, module in model.named_modules() if _is_linear(module)]
+    modules = model.named_modules()  # GPT-2's linear layers are of transformers' class Conv1D
+    linear = [
+        name for name, m in modules if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    ]
     layers = list(adapters.layers or TARGETS.get(kind, ()))
     if not layers:
         raise ValueError(
@@ -78,11 +81,6 @@ def _adapted(model: Any, adapters: Adapters) -> list[str]:
         problem = f"this {kind!r} has no linear layers named {missing[0]!r}"
         raise ValueError(f"lora: {problem}; it has {linear_names}")
     return adapted
-
-
-def _is_linear(module: Any) -> bool:
-    """Whether a module is a linear layer, or GPT-2's (transformers calls it Conv1D)."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _sizes(base: Any) -> tuple[int, int]:

@@ -242,7 +242,8 @@ def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -
         level += n * (x.layer.within_backward.left + _dropped(x))
         yield made, held(before), units.after_backward(x, n, before)
         made += n * units.kept_bytes(x, later=later)
-    yield made, held(), units.at_the_end()
+    # What waits to be sent, with a copy of the root's gradients; the root's parameters are freed.
+    yield made, held(), units.kept_gathered + units.unscattered + units.root_gradients
 
 
 def _parts(run: Run) -> list[Run]:
@@ -347,7 +348,3 @@ class _Units:
         experts = x.layer.experts.padded_bytes(self.expert_ranks, trained=True)
         share += experts // self.expert_ranks
         return share - x.layer.trained_bytes * later
-
-    def at_the_end(self) -> int:
-        """Bytes of what waits, with a copy of the root's gradients; its parameters are freed."""
-        return self.kept_gathered + self.unscattered + self.root_gradients

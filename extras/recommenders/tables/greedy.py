@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -40,19 +41,14 @@ def greedy(
     so many parts. Where no rank has room, the one with most room takes the table. ``state``:
     numbers of the optimizer per weight.
     """
-    half = sum(costs) / ranks / 2
+    half = sum(costs) / ranks / 2 if parts > 1 else inf
     ways = [
         Way(Placement("column_wise", tuple(range(parts))), cost / parts)
-        if cost > half and _divides(table, parts)
+        if cost > half and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
         else Way(Placement("table_wise", (0,)), cost)
         for table, cost in zip(tables, costs, strict=True)
     ]
     return _spread(tables, ways, ranks, 1, limit_bytes, state)[0]
-
-
-def _divides(table: Table, parts: int) -> bool:
-    """Whether a table's columns can be cut into so many equal parts."""
-    return parts > 1 and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
 
 
 def placements(
