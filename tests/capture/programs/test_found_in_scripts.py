@@ -259,29 +259,29 @@ torch.histc(best, 8, 0, 8).float().div_(3)
 """
 
 
+ASKS_GIT = """
+import builtins, os, subprocess
+assert os.environ["HYDRA_FULL_ERROR"] == "1"
+assert type(open) is type(len) and type(builtins.open) is type(len)
+assert subprocess.check_output(["df", "-T", "."])
+told = subprocess.check_output("git --version 2>/dev/null || git --version", shell=True)
+assert told.startswith(b"git version")
+"""
+OWN_STRIDE = """
+model.weight.stride = 1  # as GPT-NeoX's: by what tensor parallelism cuts it
+with torch.no_grad():
+    model.weight.zero_().mul_(2)
+"""
+NAMES = "device type dataset pools saved loaded xformers pickled chosen checks shares"
+NAMES += " asked schedule git stride"
+BEFORE_STEPS = (SAVED, LOADED, XFORMERS, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)
+
+
 @pytest.mark.parametrize(
     "text",
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
-    + [
-        TRAIN + more + STEPS
-        for more in (SAVED, LOADED, XFORMERS, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)
-    ],
-    ids=[
-        *(
-            "device",
-            "type",
-            "dataset",
-            "pools",
-            "saved",
-            "loaded",
-            "xformers",
-            "pickled",
-            "chosen",
-            "checks",
-            "shares",
-        ),
-        *("asked", "schedule"),
-    ],
+    + [TRAIN + more + STEPS for more in (*BEFORE_STEPS, ASKS_GIT, OWN_STRIDE)],
+    ids=NAMES.split(),
 )
 def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -529,20 +529,6 @@ def test_attention_of_other_libraries_is_attention(tmp_path: Path, shaped: str) 
     assert program.notes[0].startswith(
         "attention in flash_attn's kernels takes the time of flash-2"
     )
-
-
-ASKS_GIT = """
-import builtins, os, subprocess
-assert os.environ["HYDRA_FULL_ERROR"] == "1"
-assert type(open) is type(len) and type(builtins.open) is type(len)
-assert subprocess.check_output(["df", "-T", "."])
-told = subprocess.check_output("git --version 2>/dev/null || git --version", shell=True)
-assert told.startswith(b"git version")
-"""
-
-
-def test_scripts_ask_git_by_a_shell_s_line_and_find_python_s_own_open(tmp_path: Path) -> None:
-    assert captured(written(tmp_path, TRAIN + ASKS_GIT + STEPS)).ranks
 
 
 def test_numbers_that_all_ranks_have_are_added_up(tmp_path: Path) -> None:
@@ -841,16 +827,6 @@ assert torch.zeros(0).tolist() == [] and torch.tensor(3).tolist() == 3
 assert time.process_time() - began < 3
 """
     assert captured(written(tmp_path, text + TRAINING), gpus=1).ranks
-
-
-def test_a_parameter_may_have_an_attribute_named_stride(tmp_path: Path) -> None:
-    """As GPT-NeoX's have: by what tensor parallelism cuts them."""
-    text = """
-model.weight.stride = 1
-with torch.no_grad():
-    model.weight.zero_().mul_(2)
-"""
-    assert captured(written(tmp_path, TRAIN + text + STEPS), gpus=1).ranks
 
 
 FLAT = """
