@@ -37,8 +37,7 @@ R = TypeVar("R")
 def fetched_root(text: str) -> Path:
     """Parses an option that names a dataset root: the folder, or a local copy of the URL."""
     try:
-        root: Path = function_of("roots", "fetched")(text)
-        return root
+        return function_of("roots", "fetched")(text)
     except (ValueError, OSError) as exc:
         raise typer.BadParameter(str(exc)) from exc
 

@@ -47,8 +47,7 @@ def first_of_kinds(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
     """
     kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
     number_in_kind = rows.groupby(kinds, dropna=False).cumcount()
-    kept: pd.DataFrame = rows.loc[number_in_kind.sort_values(kind="stable").index[:limit]]
-    return kept
+    return rows.loc[number_in_kind.sort_values(kind="stable").index[:limit]]
 
 
 def subsample_evenly(rows: pd.DataFrame, limit: int) -> pd.DataFrame:

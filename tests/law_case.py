@@ -28,8 +28,7 @@ WIDTH = 64
 
 def scalar(logits: torch.Tensor) -> torch.Tensor:
     """A loss that no other model's ops are part of."""
-    loss: torch.Tensor = torch.logsumexp(logits, -1).sum()
-    return loss
+    return torch.logsumexp(logits, -1).sum()
 
 
 class Adapted(nn.Module):
@@ -88,8 +87,7 @@ def model(name: str, batch: int = 4, seq: int = 64) -> StepCapture:
     if name == "frozen":
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         return capture(Frozen(), tokens, batch=batch, seq=seq)
-    found: StepCapture = (experts_at if name == "moe" else capture_at)(batch, seq)
-    return found
+    return (experts_at if name == "moe" else capture_at)(batch, seq)
 
 
 class Bare(Flat):

@@ -63,8 +63,7 @@ def load_yaml(text: str) -> Any:
 
 def facts_of(file: str) -> dict[str, Any]:
     """The contents of the YAML file beside a module (its ``__file__``) that has the same name."""
-    facts: dict[str, Any] = yaml.load(Path(file).with_suffix(".yaml").read_text(), OwnLoader)
-    return facts
+    return yaml.load(Path(file).with_suffix(".yaml").read_text(), OwnLoader)
 
 
 def read_values(path: Path, what: str) -> Any:

@@ -58,8 +58,7 @@ class Once:
         """The result that is kept under this key, else that of ``compute``."""
         if key not in self._results:
             self._results[key] = compute()
-        result: R = self._results[key]
-        return result
+        return self._results[key]
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a result is kept under this key."""

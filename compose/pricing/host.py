@@ -117,8 +117,7 @@ def _slowdown(book: PriceBook) -> float:
         rows = book.points("host", events)
         return median(float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in events)
 
-    slowdown: float = book.once(("slowdown",), measured_over_assumed)
-    return slowdown
+    return book.once(("slowdown",), measured_over_assumed)
 
 
 def _book_of_host_times(book: PriceBook) -> PriceBook:

@@ -199,8 +199,7 @@ class BuiltApart:
     def rows(self, repeat: int) -> list[Row]:
         """Measure each once; returns the rows."""
         self.pipe.send(repeat)
-        rows: list[Row] = self._answer()
-        return rows
+        return self._answer()
 
     def _answer(self) -> Any:
         """What the fork sends; SystemExit with its code where it failed, as it said why."""

@@ -74,8 +74,7 @@ class CourseBlock(nn.Module):
         at = torch.arange(seq, device=x.device)
         scores = torch.where(at[:, None] >= at[None, :], scores, float("-inf"))
         y = torch.einsum("bhqk,bhkd->bhqd", softmax(scores), v)
-        joined: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, width))
-        return joined
+        return self.out(y.transpose(1, 2).reshape(batch, seq, width))
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """(batch, seq, width) to the same."""

@@ -32,8 +32,7 @@ class Vgg(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """(batch, 3, height, width) to (batch, classes); labels are not used."""
-        logits: Tensor = self.head(self.stages(images))
-        return logits
+        return self.head(self.stages(images))
 
 
 def _stage(into: int, width: int, count: int) -> Iterator[nn.Module]:

@@ -46,8 +46,7 @@ class Group:
     def covariance(self, spread: np.ndarray, model: float, row: float) -> np.ndarray:
         """Of the log ratios of steps, as ``Machine`` has it."""
         own = (self.j * spread**2) @ self.j.T + model**2 * self.same
-        covariance: np.ndarray = own + row**2 * np.eye(len(self.y))
-        return covariance
+        return own + row**2 * np.eye(len(self.y))
 
     def loss(self, spread: np.ndarray, model: float, row: float) -> float:
         """Twice the negative log likelihood, but for constants."""

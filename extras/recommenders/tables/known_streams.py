@@ -53,8 +53,7 @@ def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> 
 
 def _point(call: OpCall) -> EmbeddingBag | None:
     answer = FAMILY.answers.get(call.op)
-    found: EmbeddingBag | None = answer(call) if answer else None
-    return found
+    return answer(call) if answer else None
 
 
 def _sizes(p: EmbeddingBag) -> tuple[int, ...]:

@@ -24,8 +24,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Net.runs += 1
-        y: Tensor = self.parts(x)
-        return y
+        return self.parts(x)
 
 
 class Gathering(torch.autograd.Function):
@@ -60,8 +59,7 @@ class DeepSpeedEngine(nn.Module):
             self.free(part.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.module(x)
-        return y
+        return self.module(x)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

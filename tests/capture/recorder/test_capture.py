@@ -288,8 +288,7 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
-        hidden: torch.Tensor = self.cells(y.exp() * y.tanh())[0]
-        return hidden
+        return self.cells(y.exp() * y.tanh())[0]
 
 
 def test_what_autograd_adds_in_place_is_captured_so() -> None:

@@ -110,8 +110,7 @@ class Small(nn.Module):
         self.head = nn.Linear(8, num_classes)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.stem(pixels).mean((2, 3)))
-        return logits
+        return self.head(self.stem(pixels).mean((2, 3)))
 
 
 class Sized(Small):
@@ -130,8 +129,7 @@ class Encoder(Small):
     """An image encoder without a head."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.stem(pixels)
-        return features
+        return self.stem(pixels)
 
 
 @pytest.fixture

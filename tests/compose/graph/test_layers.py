@@ -54,8 +54,7 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(self.up(x))
-        return y
+        return self.down(self.up(x))
 
 
 class Alternating(nn.Module):

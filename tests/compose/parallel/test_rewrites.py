@@ -105,8 +105,7 @@ class Fused(nn.Module):
         parts = self.qkv(x).split(WIDTH, dim=2)
         q, k, v = (t.view(batch, seq, 4, WIDTH // 4).transpose(1, 2) for t in parts)
         y = (q @ k.transpose(2, 3)).softmax(-1) @ v
-        found: torch.Tensor = x + self.out(y.transpose(1, 2).reshape(batch, seq, WIDTH))
-        return found
+        return x + self.out(y.transpose(1, 2).reshape(batch, seq, WIDTH))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -141,8 +140,7 @@ class Block(nn.Module):
         self.narrow = Adapted(nn.Linear(WIDE, WIDTH), RANK)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.narrow(torch.relu(self.wide(self.norm(x))))
-        return y
+        return x + self.narrow(torch.relu(self.wide(self.norm(x))))
 
 
 def model() -> nn.Module:

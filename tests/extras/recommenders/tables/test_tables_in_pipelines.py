@@ -42,8 +42,7 @@ class Net(nn.Module):
         history = self.items(index).sum(dim=1)
         for block in self.blocks:
             x = torch.relu(block(x))
-        loss: torch.Tensor = self.top(x * history).mean()
-        return loss
+        return self.top(x * history).mean()
 
 
 def step() -> StepCapture:

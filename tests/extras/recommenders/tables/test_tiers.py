@@ -147,8 +147,7 @@ class Features(nn.Module):
         self.top = nn.Linear(32, 8)
 
     def forward(self, vertices: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.top(self.features(vertices))
-        return out
+        return self.top(self.features(vertices))
 
 
 def test_frozen_features_are_fetched_for_distinct_vertices() -> None:
