@@ -98,8 +98,9 @@ def compressed(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
         return capture
     made, fresh = StepBuilder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
-        shape, axis = call.args[0].shape if call.op == COLLECTIVE else (), call.kwargs.get("axis")
-        activations = len(shape) > 1 and shape[-1] > 1  # the loss sends one number per token
+        axis = call.kwargs["axis"] if call.op == COLLECTIVE else ""
+        shape: tuple[int, ...] = call.args[0].shape if axis else ()
+        activations = len(shape) > 1 and shape[-1] > 1  # the loss sends a number per token
         codec = codecs.get(axis) if activations else None
         made.calls += [call] if codec is None else _coded(call, codec, getattr(plan, axis), fresh)
         made.done(i)
