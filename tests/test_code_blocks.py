@@ -27,7 +27,6 @@ NOT_RUN = {  # patterns of commands, and why no test runs them here
     r"^make (demo|test)": "minutes; CI runs them",
     r"^(git|pip|source|python3 -m venv)": "tests/test_wheel.py installs the wheel",
     r"^python3 -m itercast\.extras\.campaign|gpu-report|datasets-gpu|bundles/h100": "a GPU",
-    r"torchtitan/": "torchtitan is not installed",
     r"s3://|postgresql://": "a bucket and a database that nobody has",
     r"^itercast fleet (?!plan.yaml --dry-run)": "a Ray cluster; tests/extras/fleet starts one",
     r"bench-public": "published measurements, which are not in this repository",
