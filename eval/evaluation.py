@@ -112,12 +112,9 @@ def report_comparison(
     warnings = systematic_errors(results)
     for warned in warnings:
         output().print(Text("warning", "red") + f": {warned.text}", highlight=False)
-    Evaluation(
-        results=results,
-        fit=fit,
-        machine=machine_of(rows),
-        bundle=str(bundle or ""),
-    ).save(out)
+    Evaluation(results=results, fit=fit, machine=machine_of(rows), bundle=str(bundle or "")).save(
+        out
+    )
     page = function_of("pages", "comparison")(out)
     groups = logged_groups(results, {(w.gpu, w.group): w.text for w in warnings})
     facts = compared_facts(rows, data, bundle, source)

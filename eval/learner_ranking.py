@@ -22,8 +22,7 @@ Scores = Mapping[str, Mapping[str, float]]  # by learner: errors in % and ``rank
 
 
 def learner_table(
-    lines: Sequence[tuple[str, Sequence[str], Scores]],
-    facts: Sequence[str] = (),
+    lines: Sequence[tuple[str, Sequence[str], Scores]], facts: Sequence[str] = ()
 ) -> Table:
     """A line per family with its facts and errors in %, and a column per learner, the blend first.
 

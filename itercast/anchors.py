@@ -18,11 +18,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
 TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
 BESIDE = ("exposed_comm_ms", "peak_memory_gb")  # what may be stated beside a step's time
-FILES = (
-    "hf_config",
-    "input",
-    "trace",
-)  # paths from the folder of the file that states them
+FILES = ("hf_config", "input", "trace")  # paths from the folder of the file that states them
 
 
 def known_machine(

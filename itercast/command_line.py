@@ -68,8 +68,7 @@ def collect(
         ),
     ] = "",
     points: Annotated[
-        Path | None,
-        typer.Option(help="measure only the points of this file (JSON)"),
+        Path | None, typer.Option(help="measure only the points of this file (JSON)")
     ] = None,
     devices: Annotated[
         str, typer.Option(help="GPUs of this node to use, one worker each: all, or a number")
@@ -174,9 +173,7 @@ def evaluate(
         typer.echo(json.dumps({**summary(results), "out": str(out), "cases": cases}))
 
 
-def demo(
-    budget: Annotated[str, typer.Option(help="time for the sweep")] = "240s",
-) -> None:
+def demo(budget: Annotated[str, typer.Option(help="time for the sweep")] = "240s") -> None:
     """Sweep, train, forecast and compare on this CPU; writes reports/demo."""
     from itercast.commands.demo import run_demo
 

@@ -13,11 +13,7 @@ from itercast.microbench.ops.family import Family, Workload
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.timing.cuda_device import Launched
 
-HARDWARE: dict[str, Any] = {
-    "name": "toy",
-    "peak_flops_per_s": {"fp32": 1e12},
-    "l2_bytes": 1e6,
-}
+HARDWARE: dict[str, Any] = {"name": "toy", "peak_flops_per_s": {"fp32": 1e12}, "l2_bytes": 1e6}
 
 
 class Killed(BaseException):

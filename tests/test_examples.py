@@ -21,10 +21,7 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.parametrize("name", sorted(PRINTS))
 def test_an_example_runs(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As ``python examples/NAME.py``, in a folder of its own so that no local bundle is found."""
     monkeypatch.chdir(tmp_path)

@@ -51,12 +51,7 @@ def has_unequal_widths(call: OpCall) -> bool:
 
 
 def kernel_ratio(
-    kernel: str,
-    family: Family,
-    p: Any,
-    gpu: Gpu,
-    measured: RowSources,
-    gpus: Mapping[str, Gpu],
+    kernel: str, family: Family, p: Any, gpu: Gpu, measured: RowSources, gpus: Mapping[str, Gpu]
 ) -> float:
     """Returns the time of an attention kernel over that of the kernels in the measured rows.
 

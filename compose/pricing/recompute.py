@@ -51,11 +51,7 @@ NOTHING = Item(calls=(), nbytes=0, time_us=0.0)
 
 
 def recomputed(
-    layer: Layer,
-    graph: RankGraph,
-    ops: Mapping[int, PricedOp],
-    plan: ParallelPlan,
-    book: PriceBook,
+    layer: Layer, graph: RankGraph, ops: Mapping[int, PricedOp], plan: ParallelPlan, book: PriceBook
 ) -> Recomputed:
     """Ops of forward that backward runs again first, and the bytes that forward still saves.
 

@@ -220,11 +220,7 @@ def shown_metrics(learner: str, entry: Facts) -> dict[str, float]:
 
 
 def datasets(
-    training: Training,
-    family: str,
-    entry: Facts,
-    digest: str,
-    held_out: pd.DataFrame,
+    training: Training, family: str, entry: Facts, digest: str, held_out: pd.DataFrame
 ) -> list[DatasetInput]:
     """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
     from itercast.learners.train import digest_of

@@ -108,10 +108,7 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
         return Verdict(word=TOO_FEW, points=len(errors))
     word = BETTER if both.better("new", "old") else WORSE if both.better("old", "new") else SAME
     return Verdict(
-        word=word,
-        points=len(errors),
-        pct=(both.pct["new"], both.pct["old"]),
-        gain_pct=gain_pct,
+        word=word, points=len(errors), pct=(both.pct["new"], both.pct["old"]), gain_pct=gain_pct
     )
 
 

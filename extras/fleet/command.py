@@ -26,8 +26,7 @@ def fleet(
         ),
     ],
     address: Annotated[
-        str,
-        typer.Option(help="Ray cluster: auto, its address, or local for this machine alone"),
+        str, typer.Option(help="Ray cluster: auto, its address, or local for this machine alone")
     ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="simulate the plan, print its cost, start nothing")

@@ -16,12 +16,7 @@ from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec, torch_dtype
 from itercast.capture.plan import ParallelPlan
 from itercast.extras.lookups.embedding_bag import EmbeddingBag
-from itercast.extras.lookups.random_streams import (
-    HIT_COST,
-    HOLDS_ROWS,
-    LINE_BYTES,
-    zipf_indices,
-)
+from itercast.extras.lookups.random_streams import HIT_COST, HOLDS_ROWS, LINE_BYTES, zipf_indices
 from itercast.extras.lookups.reuse import expected_hit_frac
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (

@@ -203,12 +203,7 @@ class CyclicStep:
     """
 
     def __init__(
-        self,
-        model: Any,
-        batch: Batch,
-        loss_of: Loss,
-        settings: StepSettings,
-        on_phase: OnPhase,
+        self, model: Any, batch: Batch, loss_of: Loss, settings: StepSettings, on_phase: OnPhase
     ) -> None:
         self.model, self.batch, self.loss_of, self.on_phase = model, batch, loss_of, on_phase
         rank, n = dist.get_rank(), dist.get_world_size()

@@ -83,12 +83,7 @@ def _file(collector: RowCollector, path: Path, stated: Facts, hints: Hints) -> N
 
 
 def _log(
-    collector: RowCollector,
-    path: Path,
-    log: Log,
-    stated: Facts,
-    hints: Hints,
-    run_id: str,
+    collector: RowCollector, path: Path, log: Log, stated: Facts, hints: Hints, run_id: str
 ) -> None:
     """Collect the rows of one run, or count why it has none."""
     collector.drop("message of 0 bytes", log.empty)

@@ -57,10 +57,7 @@ def _device(name: str, found: Evaluation) -> Device:
     ops = load_held_out(Path(found.bundle)) if found.bundle else pd.DataFrame()
     ops = ops[ops["gpu"] == name].reset_index(drop=True) if len(ops) else ops
     return Device(
-        name=name,
-        results=[r for r in found.results if r.gpu == name],
-        ops=ops,
-        fit=found.fit,
+        name=name, results=[r for r in found.results if r.gpu == name], ops=ops, fit=found.fit
     )
 
 

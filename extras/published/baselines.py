@@ -59,12 +59,7 @@ def interpolation(rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
     return _by_curve(rows, known, asked, fitted)
 
 
-def _by_curve(
-    rows: pd.DataFrame,
-    known: Index,
-    asked: Index,
-    fitted: Curve,
-) -> np.ndarray:
+def _by_curve(rows: pd.DataFrame, known: Index, asked: Index, fitted: Curve) -> np.ndarray:
     """Fit each curve (GPU, collective, ranks) over message size and evaluate it at asked rows.
 
     A curve without known rows takes the nearest known curve of the same collective.

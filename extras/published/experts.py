@@ -99,10 +99,7 @@ def used(p: Experts) -> Numbers:
 
 def _sums(p: Experts) -> dict[str, Column]:
     """Sums over the experts of the busiest rank: pairs, used experts, tiles by rows of a tile."""
-    counts: dict[str, Count] = {
-        "pairs": lambda loads, _: loads,
-        "used": _picked,
-    }
+    counts: dict[str, Count] = {"pairs": lambda loads, _: loads, "used": _picked}
     counts |= {f"tiles_{rows}": partial(_tiles, rows) for rows, _ in TILES}
     return summed(p, counts)
 

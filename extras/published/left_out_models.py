@@ -105,11 +105,7 @@ def forecasts_without(
 ) -> list[tuple[ModelLine, Rows]]:
     """The rows of each line with new forecasts, of processes that leave a source out."""
     known: dict[object, Answer] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        leaving_out(source),
-        processes() as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, leaving_out(source), processes() as pool:
         if source.casefold() in TRAINED_ON:
             bundle = pool.submit(train_without, source, public, Path(folder) / "bundle").result()
         again = [(x, with_fitted_hosts(x, rows, bundle, pool, Path(folder))) for x, rows in lines]

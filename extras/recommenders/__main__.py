@@ -21,12 +21,7 @@ from itercast.eval.progress import progress_bar
 from itercast.extras.benchmarks.gpu_report import error_table
 from itercast.extras.programs import run_program
 from itercast.extras.recommenders.choices import RANKS, judge_tasks, processes, with_bar
-from itercast.extras.recommenders.judge import (
-    Bench,
-    Judged,
-    error_statistics,
-    judge_iterations,
-)
+from itercast.extras.recommenders.judge import Bench, Judged, error_statistics, judge_iterations
 from itercast.extras.recommenders.page import write_page
 from itercast.extras.recommenders.points import dense_points, lookup_points, message_points
 from itercast.learners.bundle import Bundle

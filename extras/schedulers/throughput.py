@@ -35,8 +35,7 @@ def throughput(
     ] = "",
     prices: Prices = None,
     out: Annotated[
-        Path | None,
-        folder_to_write("folder to write: throughput.csv, gavel.json and sia/"),
+        Path | None, folder_to_write("folder to write: throughput.csv, gavel.json and sia/")
     ] = None,
     as_json: Json = False,
 ) -> None:

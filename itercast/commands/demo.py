@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from itercast.commands.shared import (
-    ROUNDS,
-    fit,
-    iterations,
-    log_training,
-    report_table,
-    sweep,
-)
+from itercast.commands.shared import ROUNDS, fit, iterations, log_training, report_table, sweep
 from itercast.errors import when_stopped
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.evaluation import report_comparison

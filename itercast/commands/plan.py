@@ -59,8 +59,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (  # name, mark and colour of Forecast
 
 
 @partial(
-    asks,
-    only=("case", "hf_config", "model", "lengths", "packed", *SIZE, *STEP, *WHERE, *MACHINE),
+    asks, only=("case", "hf_config", "model", "lengths", "packed", *SIZE, *STEP, *WHERE, *MACHINE)
 )
 def plan(
     question: Question,
@@ -192,13 +191,7 @@ def _on_cluster(
 
 
 def with_lengths(
-    model: Any,
-    reports: Sequence[Forecast],
-    *,
-    batch: int,
-    node: str,
-    amp: bool,
-    **options: Any,
+    model: Any, reports: Sequence[Forecast], *, batch: int, node: str, amp: bool, **options: Any
 ) -> list[Forecast]:
     """Forecast the plans with sequences of unlike lengths, the fastest first.
 

@@ -140,10 +140,7 @@ class BuiltIteration:
         gc.enable()
 
     def _build(
-        self,
-        case: EvalCase,
-        anchor: Callable[[], dict[str, float]] | None,
-        watch: GpuWatch | None,
+        self, case: EvalCase, anchor: Callable[[], dict[str, float]] | None, watch: GpuWatch | None
     ) -> Row:
         """Build the step and the timer that repeats it."""
         self._timer = _prepare(case, self.iteration, self.device, anchor, watch)

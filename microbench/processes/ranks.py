@@ -34,11 +34,7 @@ def threads_of(ranks: int) -> int:
 
 
 def start_ranks(
-    module: str,
-    order: Facts,
-    ranks: int,
-    torchrun: str = "",
-    log: Path | None = None,
+    module: str, order: Facts, ranks: int, torchrun: str = "", log: Path | None = None
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module ORDER``, under torchrun where there are several ``ranks``.
 

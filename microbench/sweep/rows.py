@@ -80,14 +80,7 @@ def machine(device: str) -> Row:
 
 
 def make_row(
-    order: Order,
-    *,
-    family: str,
-    params: Facts,
-    repeat: int,
-    key: str,
-    timer: str,
-    measured: Facts,
+    order: Order, *, family: str, params: Facts, repeat: int, key: str, timer: str, measured: Facts
 ) -> Row:
     """One row: the parameters of a point, how it was measured, and what was measured.
 

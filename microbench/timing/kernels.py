@@ -26,9 +26,7 @@ NOISE_FRAC = 0.03  # of a kernel's time between runs, as clocks change
 
 
 def profile(
-    runs: Sequence[Callable[[], object]],
-    wait: Callable[[], None],
-    first: Callable[[], object],
+    runs: Sequence[Callable[[], object]], wait: Callable[[], None], first: Callable[[], object]
 ) -> Trace:
     """Profile runs; returns a trace in which run n is inside an annotation ``MARK`` n.
 

@@ -154,12 +154,7 @@ while True:
         p.data.add_(p.grad, alpha=-0.1)
     model.zero_grad()
 """
-SCRIPTS = {
-    "decoder": DECODER,
-    "images": IMAGES,
-    "unusual": UNUSUAL,
-    "several": SEVERAL,
-}
+SCRIPTS = {"decoder": DECODER, "images": IMAGES, "unusual": UNUSUAL, "several": SEVERAL}
 
 
 def found(folder: Path, text: str, gpus: int = 1) -> tuple[TrainedModel, ProgramCapture]:

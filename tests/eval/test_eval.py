@@ -12,12 +12,7 @@ from rich.console import Console
 from itercast.capture.cases.registry import case as named
 from itercast.capture.programs.program import HOST
 from itercast.eval.compare import quiet_rounds, results_table, stated_rows
-from itercast.eval.ranking import (
-    choices,
-    ranking_lines,
-    ranking_metrics,
-    rankings,
-)
+from itercast.eval.ranking import choices, ranking_lines, ranking_metrics, rankings
 from itercast.eval.results import CaseResult, in_words, summary
 from itercast.extras.benchmarks.programs import PROGRAMS, captured, scores
 from itercast.microbench.iterations.collect import iteration_of

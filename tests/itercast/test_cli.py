@@ -28,7 +28,7 @@ def test_lists() -> None:
 
 
 WITHOUT_JSON = {  # they serve, or write pages, or print the tables of a campaign
-    *("ui", "report", "demo", "fleet", "gpu-report", "explore"),
+    *("ui", "report", "demo", "fleet", "gpu-report", "explore")
 }
 
 

@@ -139,10 +139,7 @@ def test_a_script_that_takes_too_much_memory_is_given_up(
     assert code == 2 and re.search(r"endless.py takes \d+\.\d GB of memory; allowed are", said)
 
 
-@pytest.mark.parametrize(
-    ("how", "sent"),
-    [("workers", "SIGKILL"), ("ranks", "SIGTERM")],
-)
+@pytest.mark.parametrize(("how", "sent"), [("workers", "SIGKILL"), ("ranks", "SIGTERM")])
 def test_a_run_that_is_killed_leaves_no_process(how: str, sent: str) -> None:
     """While its script is busy in workers that ignore SIGTERM in sessions of theirs."""
     mark = f"{os.getpid()}.{how}.{sent}"

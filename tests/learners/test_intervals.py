@@ -8,9 +8,7 @@ import pytest
 
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.family_model import learn, prepare
-from itercast.learners.held_out import (
-    held_out_forecasts,
-)
+from itercast.learners.held_out import held_out_forecasts
 from itercast.learners.models.trees import default_options
 from itercast.learners.training_rows import usable_rows
 from itercast.learners.transfer.offsets import OUTSIDE_WIDENING, offsets_of_rows

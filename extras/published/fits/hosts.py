@@ -57,8 +57,7 @@ def read_rows(public: Path, source: HostSource) -> list[MeasuredStep]:
 
 def main(
     public: Annotated[
-        Path,
-        typer.Argument(help="folder of published measurements", exists=True, file_okay=False),
+        Path, typer.Argument(help="folder of published measurements", exists=True, file_okay=False)
     ],
     out: Annotated[Path | None, typer.Argument(help="folder for host files")] = None,
 ) -> None:

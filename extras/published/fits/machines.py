@@ -246,8 +246,7 @@ def _rounded(spread: Spread) -> Row:
 
 def main(
     public: Annotated[
-        Path,
-        typer.Argument(help="folder of published measurements", exists=True, file_okay=False),
+        Path, typer.Argument(help="folder of published measurements", exists=True, file_okay=False)
     ],
     parts: Annotated[Path, typer.Argument(help="folder of derivatives, written where missing")],
     judge: Annotated[bool, typer.Option(help="print sources that judge, too")] = False,

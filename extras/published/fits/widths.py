@@ -52,9 +52,7 @@ def cpu_errors(data: Path) -> pd.Series:
     return pd.Series(errors, index=found["case"])
 
 
-def main(
-    data: Annotated[Path, typer.Argument(help="rows of a CPU")] = Path("datasets"),
-) -> None:
+def main(data: Annotated[Path, typer.Argument(help="rows of a CPU")] = Path("datasets")) -> None:
     """Print the half width that covers 80 % of all errors of CPU iterations.
 
     Then, of each case, the share of its errors inside the half width of all other cases.

@@ -17,13 +17,7 @@ import yaml
 from pandas.api.types import is_numeric_dtype
 
 from itercast.capture.base.yaml_text import load_yaml
-from itercast.extras.imports.base import (
-    RowCollector,
-    Unreadable,
-    read_bytes,
-    read_json,
-    read_text,
-)
+from itercast.extras.imports.base import RowCollector, Unreadable, read_bytes, read_json, read_text
 from itercast.extras.published.mapped.source import JSON, Table
 from itercast.microbench.store import Row
 

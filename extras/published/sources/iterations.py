@@ -8,14 +8,7 @@ from pathlib import Path
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.yaml_text import facts_of
-from itercast.extras.imports.base import (
-    About,
-    Imported,
-    RowCollector,
-    number,
-    refuse,
-    whole,
-)
+from itercast.extras.imports.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.extras.published.sources.device_names import form_assumed, memory_is_open, unknown_gpu
 from itercast.extras.published.sources.models import Model, model_of
 from itercast.extras.published.sources.plans import network_doubt, plan_of

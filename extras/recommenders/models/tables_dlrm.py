@@ -33,10 +33,7 @@ class TablesDlrm(nn.Module):
         self.copies = nn.ModuleDict(bags)
 
     def forward(
-        self,
-        dense: torch.Tensor,
-        lookups: Sequence[Any],
-        wait: Callable[[], dict[int, Any]] = dict,
+        self, dense: torch.Tensor, lookups: Sequence[Any], wait: Callable[[], dict[int, Any]] = dict
     ) -> torch.Tensor:
         """(batch, features), lookups by table, and what returns other tables' vectors, to logits.
 

@@ -80,10 +80,7 @@ def message_bytes(shard: Shard, table: Table, samples: int) -> tuple[float, floa
     """
     looked_up = samples * table.pooling * shard.rows / table.rows
     vectors = samples if table.pooled else looked_up
-    return (
-        ITEMSIZE_BYTES[table.index] * looked_up,
-        vectors * shard.columns * table.sent_bytes,
-    )
+    return (ITEMSIZE_BYTES[table.index] * looked_up, vectors * shard.columns * table.sent_bytes)
 
 
 def length_bytes(shard: Shard, table: Table, samples: int) -> float:

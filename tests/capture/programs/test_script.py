@@ -366,10 +366,7 @@ for batch in torch.utils.data.DataLoader(Unread(), num_workers=1):
         (TRAINING.replace("AdamW", "LBFGS"), r"LBFGS runs the model as often as .*optimizer.step"),
         ("import numpy_with_a_typo", r"ModuleNotFoundError: .* \(train.py:1: import numpy_with"),
         ("def f(:", r"SyntaxError"),
-        (
-            WORKER,
-            r"Caught .* 0. ValueError: no atoms, because of KeyError: 7 \(train.py:",
-        ),
+        (WORKER, r"Caught .* 0. ValueError: no atoms, because of KeyError: 7 \(train.py:"),
     ],
 )
 def test_what_cannot_be_forecast_is_one_line(tmp_path: Path, text: str, message: str) -> None:

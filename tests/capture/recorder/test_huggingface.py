@@ -31,7 +31,7 @@ TINY: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 2, "intermediate_size": 64, "rope_theta": 10000.0},
     },
     "T5ForConditionalGeneration": {
-        **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     },
     "BartForConditionalGeneration": {  # looks whether its mask is of ones, and draws layers
         **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_layerdrop": 1e-9},
@@ -52,7 +52,7 @@ TINY: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 64, "image_size": 32, "patch_size": 8},
     },
     "ConvNextForImageClassification": {  # reads rates of stochastic depth off a tensor
-        **{"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "image_size": 32},
+        **{"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "image_size": 32}
     },
 }
 SMALL_SIGHT = {
@@ -166,9 +166,7 @@ def test_attention_is_fused_or_written_out(tmp_path: Path) -> None:
     assert (eager.count("itercast.sdpa"), eager.count("aten.bmm.default")) == (0, 4)
 
 
-def test_attention_that_cannot_be_fused_is_told_once(
-    tmp_path: Path,
-) -> None:
+def test_attention_that_cannot_be_fused_is_told_once(tmp_path: Path) -> None:
     """Transformers has no SDPA for DeBERTa v2; a ConvNeXt has no attention at all."""
     for architecture in ("DebertaV2ForMaskedLM", "ConvNextForImageClassification"):
         path = config(tmp_path, architecture)

@@ -182,9 +182,7 @@ def test_a_function_may_make_a_csr_matrix_of_its_parts() -> None:
         indices, values = torch.zeros(edges, dtype=torch.int64), torch.ones(edges)
         adj = torch.sparse_csr_tensor(pointers, indices, values, (nodes, nodes))
         return UserModel(
-            module=GraphNet(),
-            inputs=(torch.randn(nodes, FEATURES), adj),
-            loss=lambda y: y.sum(),
+            module=GraphNet(), inputs=(torch.randn(nodes, FEATURES), adj), loss=lambda y: y.sum()
         )
 
     products = [c for c in own(make).calls if c.op == "aten._sparse_addmm.default"]

@@ -8,12 +8,7 @@ import pytest
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Anchor, Machine, Spread
 
-TYPICAL = Spread(
-    spread=(0.3, 0.2, 0.2, 0.4, 0.3, 0.1),
-    model=0.1,
-    row=0.05,
-    deviates=1.7,
-)
+TYPICAL = Spread(spread=(0.3, 0.2, 0.2, 0.4, 0.3, 0.1), model=0.1, row=0.05, deviates=1.7)
 ALONE = (0.7, 0.3, 0.0, 0.0, 0.0, 0.0)  # a step of one GPU: products and memory
 FAR = (0.4, 0.1, 0.0, 0.5, 0.0, 0.5)  # of many: half of it in messages over the network
 

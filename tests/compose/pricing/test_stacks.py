@@ -9,9 +9,7 @@ from plan_case import Fixed
 from unseen_ops import learned
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.attention_kernels import (
-    with_attention_kernel,
-)
+from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable

@@ -2,13 +2,7 @@
 
 import pytest
 
-from itercast.compose.simulate.timeline import (
-    DeadlockError,
-    Span,
-    Task,
-    simulate,
-    simulate_shared,
-)
+from itercast.compose.simulate.timeline import DeadlockError, Span, Task, simulate, simulate_shared
 
 SHARED = {"compute": "gpu", "comm": "gpu"}
 

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from itercast.capture.cases.kinds import make_case
-from itercast.extras.campaign.catalogue import (
-    FACTS,
-    Model,
-    drawn_points,
-    points_of_models,
-)
+from itercast.extras.campaign.catalogue import FACTS, Model, drawn_points, points_of_models
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.gemm import Gemm

@@ -21,10 +21,7 @@ from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.step.optimizer import OptimizerOp
-from itercast.microbench.sweep.captured_points import (
-    points_path,
-    write_points,
-)
+from itercast.microbench.sweep.captured_points import points_path, write_points
 
 ROOT = Path(__file__).parents[3]
 WHOLE_S = 600.0  # of a plan's run, which ends when all is measured

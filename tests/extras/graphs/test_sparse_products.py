@@ -14,12 +14,7 @@ from unseen_ops import GPU, MODELS, learned
 from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
-from itercast.extras.graphs.sparse import (
-    FAMILY,
-    Sparse,
-    bytes_moved,
-    cached_bytes,
-)
+from itercast.extras.graphs.sparse import FAMILY, Sparse, bytes_moved, cached_bytes
 from itercast.extras.lookups.random_streams import HIT_COST, HOLDS_ROWS
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.ops import families, find_family

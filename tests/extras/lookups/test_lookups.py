@@ -17,11 +17,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.extras.lookups import embedding_bag, reuse
-from itercast.extras.lookups.embedding_bag import (
-    EmbeddingBag,
-    bytes_moved,
-    cached_bytes,
-)
+from itercast.extras.lookups.embedding_bag import EmbeddingBag, bytes_moved, cached_bytes
 from itercast.extras.lookups.random_streams import (
     HIT_COST,
     HOLDS_ROWS,

@@ -176,11 +176,7 @@ def iterations(source: str) -> pd.DataFrame:
 
 
 def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path) -> None:
-    found = ForecastLine(
-        line=LINE,
-        rows=iterations("somebody"),
-        seconds=1.0,
-    )
+    found = ForecastLine(line=LINE, rows=iterations("somebody"), seconds=1.0)
     (result,) = run_models_left_out(tmp_path, [found], SHIPPED)
     assert result.part == "somebody"
     assert result.scores["left out"] == result.scores["itercast"]

@@ -100,10 +100,7 @@ def test_a_step_that_is_not_believed_is_no_anchor() -> None:
 
 def two_plans() -> pd.DataFrame:
     """Steps of 8 samples, forecast at 100 and 110 us; the first, all network, takes 200."""
-    plans = {
-        "dp=8": (200.0, "d_network", 100.0, 1),
-        "dp=4,tp=2": (110.0, "d_products", 110.0, 2),
-    }
+    plans = {"dp=8": (200.0, "d_network", 100.0, 1), "dp=4,tp=2": (110.0, "d_products", 110.0, 2)}
     rows = [
         {
             **{"source": "s", "machine": "m", "model": "a", "plan": plan, "batch": batch},

@@ -31,10 +31,7 @@ HEADLESS = {"batch": 5, "heads": 1, "kv_heads": 1, "kv_len": 3}
 FACTS = {"is_causal": False, "dropout_p": 0.1, "enable_gqa": True, "masked": True}
 FILLED = Elementwise(op="where", numel=24, inner=12, tensors=2, form="row")
 COPIED = replace(FILLED, op="masked_fill")
-FP8 = (
-    replace(spec(16, 32), dtype="fp8"),
-    replace(spec(32, 48, stride=(1, 32)), dtype="fp8"),
-)
+FP8 = (replace(spec(16, 32), dtype="fp8"), replace(spec(32, 48, stride=(1, 32)), dtype="fp8"))
 SUM = partial(reduction.Reduction, op="sum", outer=1)
 
 

@@ -28,9 +28,7 @@ from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.ops.memory.random import DROPOUT, RandomOp
 from itercast.microbench.store import write_part
-from itercast.microbench.sweep.captured_points import (
-    read_points,
-)
+from itercast.microbench.sweep.captured_points import read_points
 from itercast.microbench.sweep.gpu_space import fits, grid, limits_us, on_gpu, roofline_us
 from itercast.microbench.sweep.rows import failure_status
 from itercast.microbench.sweep.scheduler import Sweep

@@ -144,11 +144,7 @@ class DenoisingUnet(nn.Module):
         )
 
     def forward(
-        self,
-        images: Tensor,
-        times: Tensor,
-        noise: Tensor | None = None,
-        text: Tensor | None = None,
+        self, images: Tensor, times: Tensor, noise: Tensor | None = None, text: Tensor | None = None
     ) -> Tensor:
         """(batch, channels, h, w) to the same; ``noise`` is the loss's."""
         time = self.times(waves(times, self.base).type_as(images))

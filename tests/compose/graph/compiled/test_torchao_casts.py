@@ -102,10 +102,7 @@ def test_what_reads_a_long_tensors_largest_number_is_another_kernel(
         OpCall(op="aten.relu.default", args=(a,), outputs=(x,), phase="forward"),
         OpCall(op=LARGEST, args=(x, (), False), outputs=(scale,), phase="forward"),
         OpCall(
-            op="aten.div.Tensor",
-            args=(x, scale),
-            outputs=(replace(x, storage=3),),
-            phase="forward",
+            op="aten.div.Tensor", args=(x, scale), outputs=(replace(x, storage=3),), phase="forward"
         ),
     )
     found = inductor_kernels(StepCapture(calls=calls)).calls
