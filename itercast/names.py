@@ -29,7 +29,7 @@ def hosts() -> list[str]:
 
 
 def bundles() -> list[Path]:
-    """Folders of the bundles that are there: local ones, then those that ship."""
+    """Folders of the bundles on this machine: local ones, then those that ship."""
     from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
     from itercast.learners.known_bundles import local_bundles
 

@@ -76,7 +76,7 @@ def _restored(device: str, make: Callable[..., Tensor], arguments: Any) -> Tenso
 
 
 def _scripted(number: int) -> torch.nn.Module:
-    """A copy of a module given to ``torch.jit`` as it was when it was written."""
+    """A copy of a module given to ``torch.jit``, as it was when it was saved."""
     module = copy.deepcopy(SCRIPTED[number])
     scripted(module)  # a copy of a GraphModule has no marks
     return module

@@ -81,7 +81,7 @@ class _Allocator:
         self.free: list[tuple[int, Use]] = []  # (bytes, last use), by bytes
 
     def allocate(self, nbytes: int) -> Use:
-        """Takes the smallest free block that fits; returns its last use, NEVER of new memory."""
+        """Takes the smallest free block that fits; returns its last use, NEVER for new memory."""
         index = bisect_left(self.free, (nbytes, NEVER))
         if index < len(self.free) and self.free[index][0] <= MAX_BLOCK_OVER_TENSOR * nbytes:
             return self.free.pop(index)[1]

@@ -66,7 +66,7 @@ class Layer:
 
     @cached_property
     def dense(self) -> Layer:
-        """The layer with the parameters alone that ep does not spread."""
+        """The layer without the parameters that ep spreads."""
         kept = tuple(p for p in self.parameters if not p.spread)
         return self if len(kept) == len(self.parameters) else replace(self, parameters=kept)
 
@@ -207,7 +207,7 @@ def _reads_inputs_only(
 
 
 def _results(capture: StepCapture, edges: PhaseEdges) -> set[int]:
-    """Storages of what forward computes of weights and inputs, or receives.
+    """Storages of what forward computes from weights and inputs, or receives.
 
     Of weights alone (casts) or inputs alone (masks, rotary angles) each stage makes its own.
     """
@@ -357,7 +357,7 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
 
 
 def _in_order(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
-    """The layers of the whole model: of lists with several kinds, two of each were captured.
+    """The layers of the whole model; of a list with several kinds, two of each were captured.
 
     ``capture.order`` has, by prefix of a list's names, the captured layer in each place.
     """

@@ -92,7 +92,7 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
 
 
 def _fsdp_messages(rank: Rank, runs: Sequence[Run], gathers: float, scatters: int) -> list[Sent]:
-    """What FSDP sends of these layers, each so often; a pipeline gathers the root once a step."""
+    """Messages of FSDP for these layers, with counts; a pipeline gathers the root once a step."""
     whole_rank, messages = replace(rank, layers=tuple(layer for layer, _ in runs)), list[Sent]()
     root = tuple(layer for layer, count in runs for _ in range(count) if not layer.numbered)
     units = [((layer,), count, gathers) for layer, count in runs if layer.numbered]

@@ -37,7 +37,7 @@ class MeasuredRows:
         return self.models.get(family) is not None
 
     def seen(self, family: str, op: str, dtype: str) -> bool:
-        """Whether rows of this GPU, or of others close enough, show this op in this dtype."""
+        """Whether rows of this GPU, or of close enough others, have this op in this dtype."""
         model = self.models.get(family)
         return model is not None and bool(model.covers(self.gpu, op, dtype))
 

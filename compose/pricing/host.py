@@ -121,7 +121,7 @@ def _slowdown(book: PriceBook) -> float:
 
 
 def _book_of_host_times(book: PriceBook) -> PriceBook:
-    """Returns the prices to read host times from.
+    """Returns the book whose models price host events.
 
     ``book`` itself on a CPU, without a model of host times, or where a host with this GPU was
     measured. Else the prices of the most similar GPU with such a host: Python's time depends on

@@ -85,7 +85,7 @@ class PricedLayer:
 
     @cached_property
     def without_experts(self) -> PricedLayer:
-        """The layer with the parameters alone that ep does not spread, and their copies."""
+        """The layer without the parameters that ep spreads, and without their copies."""
         numbers = [i for i, p in enumerate(self.layer.parameters) if not p.spread]
         copies = (self.accumulate, self.into_bucket, self.out_of_bucket)
         accumulate, into, out = (tuple(copy[i] for i in numbers) for copy in copies)
@@ -163,12 +163,12 @@ class PricedLayer:
         return _at_once(self.trained_only(self.out_of_bucket))
 
     def trained_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
-        """Of copies, one per parameter of the layer, those of parameters that have a gradient."""
+        """From copies, one per parameter of the layer, those of parameters with a gradient."""
         pairs = zip(copies, self.layer.parameters, strict=True)
         return tuple(op for op, p in pairs if p.ready_after >= 0)
 
     def replicated_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
-        """Of copies by parameter those of parameters that other replicas have too."""
+        """From copies, one per parameter, those of parameters that other replicas have too."""
         pairs = zip(copies, self.layer.parameters, strict=True)
         return tuple(op for op, p in pairs if not p.local)
 
@@ -207,7 +207,7 @@ class PricedModel:
 
     @property
     def each_layer(self) -> tuple[PricedLayer, ...]:
-        """The layers in forward order, each as often as it is there."""
+        """The layers in forward order, equal ones one by one."""
         return tuple(x for x in self.layers for _ in range(x.layer.count))
 
     def added_to(self, first: PricedLayer) -> Mapping[str, int]:

@@ -87,7 +87,7 @@ def program_between(
     alike = replace(step_of_less, calls=()) == replace(step_of_more, calls=())
     if not alike or len(step_of_less.calls) != len(step_of_more.calls):
         return None
-    by_ranks = _ByRanks(less=less.world_size, more=more.world_size, wanted=world_size)
+    by_ranks = _ByRanks(fewer=less.world_size, more=more.world_size, wanted=world_size)
     calls = list[OpCall]()
     for a, b in zip(step_of_less.calls, step_of_more.calls, strict=True):
         if (call := by_ranks.call(a, b)) is None:
@@ -99,14 +99,14 @@ def program_between(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByRanks:
-    """Makes calls and values of ``wanted`` ranks of those of ``less`` and ``more`` ranks."""
+    """Makes calls and values for ``wanted`` ranks from those for ``fewer`` and ``more`` ranks."""
 
-    less: int
+    fewer: int
     more: int
     wanted: int
 
     def call(self, a: OpCall, b: OpCall) -> OpCall | None:
-        """The call that is ``a`` of less ranks and ``b`` of more; None where they do not tell."""
+        """The call that is ``a`` for fewer ranks and ``b`` for more; None if it does not follow."""
         if a == b:
             return a
         if a.kwargs.keys() != b.kwargs.keys():
@@ -118,23 +118,23 @@ class _ByRanks:
         return changed(a, args=args, kwargs=kwargs) if same_otherwise and not unknown else None
 
     def value(self, a: Any, b: Any) -> Any:
-        """The argument that is ``a`` of less ranks and ``b`` of more, or ``UNKNOWN``."""
+        """The argument that is ``a`` for fewer ranks and ``b`` for more, or ``UNKNOWN``."""
         if type(a) is not type(b):
             return UNKNOWN
         if a == b:
             return a
         if isinstance(a, tuple):
-            if (a, b) == (tuple(range(self.less)), tuple(range(self.more))):
+            if (a, b) == (tuple(range(self.fewer)), tuple(range(self.more))):
                 return tuple(range(self.wanted))
             values = [self.value(x, y) for x, y in zip(a, b, strict=False)]
             unknown = len(a) != len(b) or any(value is UNKNOWN for value in values)
             return UNKNOWN if unknown else tuple(values)
-        if type(a) is int and a * self.more == b * self.less and a % self.less == 0:
-            return a // self.less * self.wanted
-        if type(a) is float and a * self.more == b * self.less:
-            return a / self.less * self.wanted
-        if type(a) is float and a * self.less == b * self.more:
-            return a * self.less / self.wanted
+        if type(a) is int and a * self.more == b * self.fewer and a % self.fewer == 0:
+            return a // self.fewer * self.wanted
+        if type(a) is float and a * self.more == b * self.fewer:
+            return a / self.fewer * self.wanted
+        if type(a) is float and a * self.fewer == b * self.more:
+            return a * self.fewer / self.wanted
         return UNKNOWN
 
 

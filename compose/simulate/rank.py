@@ -236,7 +236,7 @@ class Rank:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether old software loops over its parameters, whole ones (``one_by_one``)."""
+        """Whether old software updates whole parameters in a loop (``optimizer.one_by_one``)."""
         capture, is_old = self.model.graph.capture, stack_of_row(self.book.stack).one_by_one
         if not is_old or update_of(capture.optimizer) not in LOOPED or "graph" in capture.engine:
             return False

@@ -103,7 +103,7 @@ class RankUpdate(RankTasks):
         self._average_copies(optimizer)
 
     def _count_launches(self, ops: Sequence[PricedOp]) -> None:
-        """Note the host's time of a loop over parameters, which the captured step's has not."""
+        """Note the host's time of a loop over parameters, which the captured step lacks."""
         if self.rank.one_by_one:
             launches, launched = self.rank.layers[0].launches, AssumedTime()
             for op in ops:
@@ -199,7 +199,7 @@ class RankUpdate(RankTasks):
         self.lanes.work(after, "optimizer")
 
     def _average_copies(self, optimizer: str) -> None:
-        """Add the average of parameters or tables every so many steps: a step's mean of it.
+        """Add averages of parameters or tables, made every few steps, by their mean time per step.
 
         Nothing of the next step overlaps it, so that times of steps with and without it add up.
         """

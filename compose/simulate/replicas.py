@@ -141,7 +141,7 @@ class Replicas:
         return staggered(rank, lanes) if rank.strategy.cyclic else lanes
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
-        """What else takes a rank's time: the host, messages between slots, each so often."""
+        """What else takes a rank's time, and how often: the host, messages between slots."""
         rank = self.stages[r]
         slots = slots_of(rank) if rank.strategy.cyclic else []
         messages = [(op, count) for sent, count in slots for op in sent]
@@ -152,7 +152,7 @@ class Replicas:
         return 0.0, 0.0
 
     def host_gap_us(self, r: int, idle_us: float) -> float:
-        """The part of a rank's idle time that is there without the others, too: host launches."""
+        """The part of a rank's idle time that it would have alone, too: host launches."""
         alone = len(self.stages) == 1
         return idle_us if alone else min(idle_us, added_up(self.unshared[r]).idle_us)
 

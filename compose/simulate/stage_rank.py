@@ -284,7 +284,7 @@ class Pipeline:
         return added_up(self.runs_of(r)).plus(Shares(end_us=omitted_us, compute_us=omitted_us), -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
-        """What else takes a rank's time: messages between stages, and the host, each so often.
+        """What else takes a rank's time, and how often: messages between stages, and the host.
 
         The model's own host time is divided equally among the stages.
         """
@@ -313,7 +313,7 @@ class Pipeline:
 
 
 def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
-    """``of(ranks[i])[i]`` of each i; lists that are shorter are repeated.
+    """``of(ranks[i])[i]`` for each i: what each rank has in its list; short lists are repeated.
 
     ``of`` is called once for ranks that are one object.
     """

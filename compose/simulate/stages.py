@@ -31,7 +31,7 @@ class Chunk:
 
     @property
     def layers(self) -> tuple[PricedLayer, ...]:
-        """The layers, each as often as it is there."""
+        """The layers, equal ones one by one."""
         return tuple(layer for layer, count in self.runs for _ in range(count))
 
     def is_detached(self, capture: StepCapture) -> bool:
@@ -298,7 +298,7 @@ def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
 def _slice(
     runs: Sequence[tuple[PricedLayer, int]], start: int, stop: int
 ) -> tuple[tuple[PricedLayer, int], ...]:
-    """Layers ``start`` to ``stop`` of a model, each with how often it is there in a row."""
+    """Layers ``start`` to ``stop`` of a model, with the number of equal ones in a row."""
     within, begin = [], 0
     for layer, count in runs:
         overlap = min(stop, begin + count) - max(start, begin)

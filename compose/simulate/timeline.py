@@ -94,7 +94,7 @@ class _Progress:
             self._input_done(order[0])
 
     def _input_done(self, i: int) -> None:
-        """Note that one of what task i waits for (an input or a lane) is there."""
+        """Note that an input or a lane that task i waits for is ready."""
         self.missing[i] -= 1
         if self.missing[i] == 0:
             self.ready.append(i)

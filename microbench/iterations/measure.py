@@ -125,7 +125,7 @@ class BuiltIteration:
         self._attempt(lambda: self._build(case, anchor, watch))
 
     def measure(self, repetitions: int, least_s: float) -> Row:
-        """Repeat the step so often and so long at least; returns the measured columns.
+        """Repeat the step at least this often and this long; returns the measured columns.
 
         ``<phase>_us``: median by phase; on a GPU this is host time.
         """

@@ -41,24 +41,24 @@ class GpuMemory:
         self.came: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
-        """Whether anything is there."""
+        """Whether any tensor is on the GPU."""
         return bool(self._keys)
 
     def put(self, tensor: Any) -> Any:
-        """Put a tensor there because the program says so; this returns it."""
+        """Put a tensor on the GPU, as the program asks; returns the tensor."""
         self.beside |= self._stream() != 0
         self.puts += 1
         self.add(tensor)
         return tensor
 
     def copy(self, source: Any, tensor: Any) -> Any:
-        """Put a tensor there that the program made of ``source``, which may be there already."""
+        """Put ``tensor``, made of ``source``, on the GPU; the source may be on it already."""
         if tensor.dim() and not (isinstance(source, torch.Tensor) and self.holds(source)):
             self.came()
         return self.put(tensor)
 
     def add(self, tensor: Any) -> None:
-        """Put the memory behind a tensor there; the parts of a distributed one too."""
+        """Put the memory of a tensor, or of a distributed tensor's parts, on the GPU."""
         for part in parts(tensor):
             memory = part.untyped_storage()
             if memory._cdata not in self._keys:
@@ -66,17 +66,17 @@ class GpuMemory:
                 weakref.finalize(memory, self._keys.discard, memory._cdata)
 
     def remove(self, tensor: Any) -> None:
-        """Take the memory behind a tensor from there."""
+        """Take the memory of a tensor off the GPU."""
         for part in parts(tensor):
             self._keys.discard(part.untyped_storage()._cdata)
 
     def holds(self, tensor: Any) -> bool:
-        """Whether a tensor was put there, or computed from one that was."""
+        """Whether a tensor was put on the GPU, or computed from one that was."""
         held = parts(tensor)
         return bool(held) and held[0].untyped_storage()._cdata in self._keys
 
     def follow(self, args: Any, output: Any) -> None:
-        """Put there what an op computed, if one of its arguments is there."""
+        """Put the output of an op on the GPU if one of its arguments is on it."""
         if self._keys and any(map(self.holds, _tensors(args))):
             self.ops += 1
             for tensor in _tensors(output):
@@ -113,7 +113,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
     gpu = torch.device("cuda", local_rank)
 
     def device_property(true_device: Callable[[Any], torch.device]) -> property:
-        """The GPU where a program asks for a tensor that it put there, else the true device."""
+        """The GPU for tensors that the program put on it, else the true device."""
 
         def device(tensor: Any) -> torch.device:
             caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -159,7 +159,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 
 @contextmanager
 def _tensors_of_libraries(memory: GpuMemory) -> Iterator[None]:
-    """Let tensors that libraries' own ops and classes make on a GPU be put there."""
+    """Put tensors on the GPU that libraries' own ops and classes make on one."""
     original_new, original_wrap = FakeTensor.__new__, torch.Tensor._make_wrapper_subclass
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +295,7 @@ def _set_state(generator: torch._C.Generator, state: torch.Tensor) -> torch._C.G
 
 
 class OnCpu(TorchFunctionMode):
-    """Takes every CUDA device that torch is given as the CPU, and notes what was put there."""
+    """Gives torch the CPU in place of every CUDA device, and notes which tensors are on the GPU."""
 
     def __init__(self, memory: GpuMemory) -> None:
         super().__init__()

@@ -296,7 +296,7 @@ def _data_parallel(model: Any, *inputs: Any, **options: Any) -> Any:
 
 @contextmanager
 def _collectives_as_on_gpus() -> Iterator[None]:
-    """NCCL is there; DDP and FSDP take modules that they find on the CPU as on their GPU."""
+    """Let NCCL seem installed; DDP and FSDP take modules on the CPU as modules on their GPU."""
     from torch.distributed.fsdp import _init_utils as fsdp
     from torch.nn.parallel import DistributedDataParallel as Ddp
 

@@ -211,7 +211,7 @@ class _Uses(MakersAndReaders):
         return False
 
     def reads(self, i: int) -> Iterable[TensorSpec]:
-        """What call i reads; in backward what forward's results are computed again from."""
+        """What call i reads; in backward, what recomputed results of forward are computed from."""
         for t in read_by(self.calls[i]):
             yield from self.again.get(t.storage, (t,)) if is_backward(self.calls[i]) else (t,)
 

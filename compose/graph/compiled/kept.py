@@ -46,7 +46,7 @@ NEEDED = "needed"  # the node that all of what is needed leads to
 def with_kept_rows(
     capture: StepCapture, fused: Callable[[OpCall], bool]
 ) -> tuple[StepCapture, Again]:
-    """The step, and what backward computes again, and of what.
+    """The step, and the results that backward computes again, with what it needs for each.
 
     A softmax that is computed again has a second result: two numbers for each row.
     """

@@ -77,7 +77,7 @@ class Trained:
 
     @classmethod
     def of(cls, layers: Sequence[tuple[Layer, int]]) -> Trained:
-        """Those of these layers, each so often."""
+        """The sums over these layers, each this many times."""
         by_dtype = Counter[str]()
         for layer, n in layers:
             for p in layer.trained:
@@ -323,7 +323,7 @@ class _Units:
         return ahead + self._whole(x) + asked + self._copied(asked)
 
     def after_backward(self, x: PricedLayer, n: int, before: PricedLayer | None) -> int:
-        """Bytes while a layer's gradients and their copy to send are there."""
+        """Bytes while memory holds a layer's gradients and their copy to send."""
         if not self.sends:
             self.kept_gathered += self._whole(x) * n if x.numbered and self.strategy.regather else 0
             return 0
@@ -339,7 +339,7 @@ class _Units:
         return self.root + self.kept_gathered + self.unscattered + ahead + 2 * gradients
 
     def kept_bytes(self, x: PricedLayer, *, later: bool) -> int:
-        """Bytes by which kept gradients grow; ``later``: earlier micro-batches' are there."""
+        """Bytes by which kept gradients grow; ``later``: they exist from earlier micro-batches."""
         if not self.sends:
             return 0 if later else x.layer.trained_bytes
         if (later and self.strategy.share_gradients) or self._is_late(x) or self.on_host:
