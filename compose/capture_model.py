@@ -24,8 +24,8 @@ from itercast.capture.step import ALLOWED, StepSettings
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.quantised_weights import with_quantised_weights
+from itercast.compose.parallel.captured_tables import check_positions
 from itercast.compose.parallel.narrow import with_narrow_products
-from itercast.compose.parallel.positions import check_positions
 from itercast.compose.target import Target, step_dtype
 from itercast.microbench.store import Row
 

@@ -1,9 +1,10 @@
-"""Servers that tests start: a free port, and waiting until they answer."""
+"""Servers and processes that tests start: a free port, whether they live and answer."""
 
 import socket
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE_S = 90  # given to a loaded machine; a free one answers within 15
 
@@ -34,3 +35,11 @@ def page_at(url: str) -> bytes:
 def answering(url: str) -> None:
     """Wait until a server answers."""
     until(lambda: page_at(url) != b"", lambda: f"{url} does not answer")
+
+
+def lives(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from servers import lives
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -23,14 +24,6 @@ if __name__ == "__main__":
     with processes() as pool:
         list(pool.map(work, [sys.argv[1]] * 4))
 """
-
-
-def lives(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

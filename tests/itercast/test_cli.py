@@ -96,20 +96,25 @@ def test_a_forecast_never_looks_through_all_objects(
     assert done.stdout.splitlines()[-1] == "0 True 1", done.stderr
 
 
-def test_ctrl_c_while_it_imports_is_one_line() -> None:
-    """Raised by the first import of the command line, as the signal does."""
-    code = "import sys, builtins; real = builtins.__import__\n"
-    code += "def stop(name, *rest):\n    if name == 'typer': raise KeyboardInterrupt\n"
-    code += "    return real(name, *rest)\n"
-    code += "builtins.__import__ = stop\nfrom itercast.__main__ import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "itercast: stopped\n")
+IMPORTING = """
+import builtins
+real = builtins.__import__
+def stop(name, *rest):
+    if name == 'typer': raise KeyboardInterrupt
+    return real(name, *rest)
+builtins.__import__ = stop
+"""
+BUILDING = """
+import typer.main
+def stop(app): raise KeyboardInterrupt
+typer.main.get_command = stop
+"""
 
 
-def test_ctrl_c_while_the_command_line_is_built_is_one_line() -> None:
-    """Where typer makes the commands, before it looks at the words."""
-    code = "import typer.main\ndef stop(app):\n    raise KeyboardInterrupt\n"
-    code += "typer.main.get_command = stop\nfrom itercast.__main__ import main\nmain()"
+@pytest.mark.parametrize("stopped", [IMPORTING, BUILDING])
+def test_ctrl_c_before_there_is_a_command_is_one_line(stopped: str) -> None:
+    """By the first import of the command line, or where typer makes the commands."""
+    code = f"{stopped}\nfrom itercast.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "itercast: stopped\n")
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from servers import lives
 
 from itercast.microbench.processes import child_processes
 from itercast.microbench.processes.ranks import start_ranks
@@ -19,14 +20,6 @@ SLEEPER = "import time; time.sleep(60)"
 
 def start(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-
-
-def lives(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def gone(pid: int) -> bool:
