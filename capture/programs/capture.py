@@ -65,6 +65,7 @@ def capture_program(
     """
 
     def run(rank: int, log: ProgramLog) -> None:
+        """Run two steps; the first makes the optimizer's state, and its log is dropped."""
         step = program()
         with runs_of_steps(log):
             step()

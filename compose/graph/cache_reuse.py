@@ -39,7 +39,8 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
     no longer holds (``held_share``).
     """
 
-    def curve(stated: Mapping[str, float]) -> Callable[[float], float]:  # MiB -> share
+    def curve(stated: Mapping[str, float]) -> Callable[[float], float]:
+        """From bytes touched since the last use to the share that is cold; ``stated`` by MiB."""
         pairs = sorted((float(mib) * MIB, share) for mib, share in stated.items())
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 

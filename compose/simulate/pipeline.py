@@ -329,6 +329,7 @@ def endings(
     for last_of_chunk in last:
         own, previous = list[Ending](), 0
         for c, n in sorted(last_of_chunk.items(), reverse=True):
+            # Add up the rank's actions between the ending before and this one, backwards in time.
             start_us, busy_us, action = float(ends[n] - took[n]), 0.0, int(order.before[n])
             while action > previous > 0:
                 busy_us, action = busy_us + float(took[action]), int(order.before[action])

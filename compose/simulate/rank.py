@@ -157,7 +157,7 @@ class Lanes:
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
         """Add a message that starts once all compute so far (or ``after``) is done.
 
-        Ranks that do the same send as many: message k of one is message k of all.
+        Messages between ranks get equal numbers (``once``) on all ranks, as all send the same.
         """
         once: Hashable = None
         if lane in MESSAGES:
@@ -176,7 +176,7 @@ class Lanes:
         self.host = (self._add("host", op.duration_us, (*self.host, *after), op.op),)
 
     def resume(self, at_us: float, busy_us: float, products_frac: float) -> None:
-        """Let compute go on ``at_us`` after the program's start, and after ``busy_us`` of work."""
+        """Let compute go on at ``at_us`` of the program, after ``busy_us`` of other work."""
         after = self._ready()
         busy = self._add(self.lane, busy_us, after, OTHERS, products_frac=products_frac)
         self.done = (busy,)

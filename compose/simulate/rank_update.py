@@ -253,7 +253,7 @@ class RankUpdate(RankTasks):
 
 
 def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:
-    """The optimizer's ops after its Python; calls of a loop over parameters have no other."""
+    """The optimizer's Python, then its ops; in a loop, each op has its launch's time instead."""
     layer, python = rank.layers[0], [Step(0.0, python_us, name="optimizer's Python")]
     first = fold(python if python_us else (), layer.on_cpu, shown=layer.shown)
     if not rank.one_by_one:

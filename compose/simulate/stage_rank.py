@@ -138,6 +138,7 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
     each = rank.strategy.scatters_each
 
     def run(kind: str, variant: str = "") -> Run:
+        """Simulate one action of the chunk by itself."""
         layers = _sharded(rank, chunk.layers, variant)
         program = _begun(replace(rank, layers=_part(layers, kind)), kind)
         if kind == "F":

@@ -188,9 +188,9 @@ class Clock:
 
     def __init__(self, threads: int, cold_share: Mapping[str, float], ranks: int = 1) -> None:
         self._now_ns, self._cores = clock_of(threads), threads
-        enough = (float(mib) for mib, share in cold_share.items() if share >= FLUSHED)
-        lap_mib = min(enough, default=TOUCHED_MIB[-1])
-        self._flush_mib = min(FLUSH_OVER_LAP * lap_mib, TOUCHED_MIB[-1], scratch_bytes(ranks) / MIB)
+        flushing_mib = (float(mib) for mib, share in cold_share.items() if share >= FLUSHED)
+        least_mib, most_mib = min(flushing_mib, default=TOUCHED_MIB[-1]), TOUCHED_MIB[-1]
+        self._flush_mib = min(FLUSH_OVER_LAP * least_mib, most_mib, scratch_bytes(ranks) / MIB)
         self._call_cost = CallCost(other_ops(), self._now_ns)
 
     @cached_property

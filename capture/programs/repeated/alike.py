@@ -91,9 +91,9 @@ class Model:
         return held, self.gradients() if graph else [facts[:-1] for facts in self.gradients()]
 
     def gradients(self) -> list[tuple[int, bool, torch.dtype, int, int]]:
-        """Of each parameter its id, whether it trains, its dtype, its memory, its gradient's id.
+        """For each parameter: its id, whether it trains, dtype, memory, and its gradient's id.
 
-        Of memory that is gathered and freed, its size.
+        Memory is told by its number, or by its size where it is gathered and freed.
         """
         parameters = list(self.model.parameters())
         memory = [below_transforms(p).untyped_storage() for p in parameters]

@@ -47,13 +47,13 @@ class Rescaled:
 
     @property
     def _tokens(self) -> dict[int, int]:
-        """Own to wanted tokens of a sample; labels may have one more or fewer."""
+        """From tokens of a sample to those at the wanted size, and one more or fewer."""
         own, wanted = self.own.seq, self.wanted.seq
         return {own + d: wanted + d for d in (1, -1, 0)} if own > 2 else {}
 
     @property
     def _rows(self) -> dict[int, int]:
-        """Own to wanted rows: samples, or tokens of all samples."""
+        """From rows to those at the wanted size: samples, or tokens of all samples."""
         own, wanted = self.own.batch, self.wanted.batch
         return {own * a: wanted * b for a, b in self._tokens.items()} | {own: wanted}
 
