@@ -377,7 +377,7 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
 
 
 def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
-    """Rules of what replicas average every so many steps: parameters, or tables of groups."""
+    """Rules of what replicas average every few steps: parameters, or tables of groups."""
     uneven_groups = p.stage_ranks % p.table_ranks != 0
     yield uneven_groups, f"shard's group is from 2 and divides dp * tp * cp, got {p.shard_group}"
     yield p.local > 0 and p.dp == 1, f"local={p.local} needs dp > 1"

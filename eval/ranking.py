@@ -142,7 +142,7 @@ def ranking_lines(results: Sequence[CaseResult]) -> list[str]:
 
 
 def _by_step(results: Sequence[CaseResult]) -> Iterator[list[CaseResult]]:
-    """The plans of each step: of one model, as many ranks and as many samples."""
+    """The plans of each step: equal in model, number of ranks and number of samples."""
     groups: dict[tuple[str, int, int], list[CaseResult]] = {}
     for r in results:
         groups.setdefault((r.model, r.ranks, r.samples), []).append(r)

@@ -314,7 +314,7 @@ class Learned:
 
 
 def learn(prepared: Prepared, train: np.ndarray, options: Options) -> Learned:
-    """Fit to the rows ``train``; GPUs that none of them is of count as unseen."""
+    """Fit to the rows ``train``; GPUs without any of these rows count as unseen."""
     table = prepared.table.take(train)
     crossed = cross_fit(table, options)
     return Learned(

@@ -41,7 +41,7 @@ def memory_bytes(text: str | None, trainings: int = 1) -> int:
 
 
 def first_of_kinds(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
-    """The first rows of each kind (GPU, software, op, dtype): ``limit`` in all, of each as many.
+    """The first rows of each kind (GPU, software, op, dtype): ``limit`` in all, equal shares.
 
     Kinds with fewer rows give all of theirs.
     """

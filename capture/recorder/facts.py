@@ -306,7 +306,7 @@ class Known:
             self._forget(fact.values)
 
     def may_fill(self, tensors: Sequence[Argument]) -> None:
-        """Forget tensors of zeros: a kernel that nobody knows ran on them, and fills such."""
+        """Forget that tensors are zeros: an unknown kernel ran on them and may fill them."""
         for tensor in tensors:
             fact = self.fact(tensor)
             if fact is not None and fact.values is not None and not fact.values.any():

@@ -259,7 +259,7 @@ def _coalesced(tensor: Tensor) -> Tensor:
 
 
 def _to_csr(tensor: Tensor, dense_dim: int | None = None) -> Argument:
-    """A sparse matrix as CSR, with as many values; unknown for a dense one."""
+    """A sparse matrix as CSR, with as many values; for a dense one their number is unknown."""
     if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
         return NotImplemented
     if tensor.layout == torch.sparse_csr:
@@ -276,7 +276,7 @@ def _to_sparse(
     layout: torch.layout | None = torch.sparse_coo,
     **options: object,
 ) -> Argument:
-    """A sparse tensor as COO or CSR, with as many values; unknown for a dense one."""
+    """A sparse tensor as COO or CSR with as many values; from a dense one the number is unknown."""
     if not is_sparse(tensor) or layout not in (None, torch.sparse_coo, torch.sparse_csr):
         return NotImplemented
     if layout == torch.sparse_csr:

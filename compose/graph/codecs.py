@@ -55,7 +55,7 @@ class Codec:
         return self.kind not in QUANTISED
 
     def ratio(self, dtype: str) -> float:
-        """Bytes of the codes over those of the tensor."""
+        """Bytes of the codes over bytes of the tensor."""
         if self.kind in QUANTISED:
             return float(BITS[self.kind] + SCALE_BITS / BLOCK) / (8 * ITEMSIZE_BYTES[dtype])
         return self.kept / DCT_BLOCK if self.kind == DCT else self.kept

@@ -92,7 +92,7 @@ def engine_on(stack: str, engine: str) -> str:
 
 
 def with_capturable_adam(capture: StepCapture) -> StepCapture:
-    """The step with bias corrections of a foreach Adam on the device; any other as it is.
+    """The step with a foreach Adam's bias corrections on the device; other steps as they are.
 
     ``capturable=True``, which a CUDA graph needs, keeps the step counters on the device, one number
     for each tensor. Bias corrections are then lists of tensors, which the update is divided by

@@ -31,7 +31,7 @@ TAKING_TURNS: float = assumed(__file__, "taking_turns")
 
 
 def slowdowns(gpu: Gpu, bytes_per_s: float, *, in_node: bool, planned_sms: int = 0) -> Slowdowns:
-    """By how much a message of so many bytes/s slows products, and kernels that memory bounds.
+    """Factors by which a message at this rate slows products, and kernels that memory bounds.
 
     ``planned_sms``: SMs that the software leaves to messages; 0: it plans with all.
     """

@@ -59,5 +59,5 @@ def lacking_on_host(cluster: Cluster, offloaded_bytes: float) -> str:
 
 
 def table_room_bytes(gpu: Gpu, ranks: int) -> int:
-    """``room_bytes`` of a rank's GPU where tables are spread over so many ranks."""
+    """``room_bytes`` of a rank's GPU where tables are spread over ``ranks`` ranks."""
     return room_bytes(gpu, ParallelPlan(dp=ranks, shard=GREEDY if ranks > 1 else ""))

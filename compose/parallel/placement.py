@@ -98,11 +98,11 @@ class Cluster:
         return replace(group, size=group.per_node) if self.gpu.kind == "cpu" else group
 
     def link(self, ranks: int) -> str:
-        """The slowest kind of link among so many GPUs of a node."""
+        """The slowest kind of link among ``ranks`` GPUs of a node."""
         return self.node.link_among(ranks) if self.node else self.gpu.usual_link
 
     def link_bytes_per_s(self, ranks: int) -> float:
-        """Bytes/s in one direction of the slowest link among so many GPUs of a node."""
+        """Bytes/s in one direction of the slowest link among ``ranks`` GPUs of a node."""
         if self.gpu.kind == "cpu":
             return float(self.gpu.hbm_bytes_per_s / CPU_COPIES)
         fast = self.node.link_rate(ranks) if self.node else self.gpu.link_bytes_per_s

@@ -97,7 +97,7 @@ class Search:
     dtype: str = "fp32"
     amp: bool = False
     largest: int = LARGEST_MICRO_BATCH  # samples of a micro-batch
-    local: int = 0  # also replicas that average their parameters every so many steps
+    local: int = 0  # also try replicas that average their parameters every ``local`` steps
     refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
     too_large: list[float] = field(default_factory=list)  # least bytes of plans left out by them
     tell: Callable[[str], None] = lambda told: None  # is told what the search does before it lists

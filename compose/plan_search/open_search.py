@@ -32,7 +32,7 @@ def open_search(
     machine: KnownMachine | None = None,
     **options: Any,
 ) -> tuple[Search, Target]:
-    """Returns a search over plans of a model, and the target of all of them but for its plan.
+    """Returns a search over plans of a model, and their target, whose plan is still open.
 
     ``model`` is the name of a case, the path of a Hugging Face configuration or what a script
     trains. ``global_batch``: samples of a step over all GPUs; without it and ``seq`` a case or a

@@ -35,7 +35,7 @@ class Shape:
 
     @classmethod
     def of(cls, plan: ParallelPlan, batch: int) -> Shape:
-        """The shape of a plan for a step of so many samples."""
+        """The shape of a plan for a step of ``batch`` samples."""
         return cls(
             samples=batch // (plan.dp * plan.microbatches),
             tp=plan.tp,

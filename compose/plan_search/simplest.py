@@ -28,8 +28,8 @@ def simplest(
     """The plan with the fewest keys whose time or cost is the best one's within PLANS_APART.
 
     Of equally simple ones the best. It fits in memory beyond the memory model's error; None where
-    none such is as good. ``near``: the legal plans of so many keys with bounds of their times. Also
-    returns the plans that were simulated to find it.
+    none such is as good. ``near``: the legal plans with a number of keys, with bounds of their
+    times. Also returns the plans that were simulated to find it.
     """
     limit = best.score(objective) * (exp(PLANS_APART) if objective != "memory" else 1.0)
     most = len(fields(ParallelPlan)) if best.close else keys(best.plan)

@@ -267,7 +267,7 @@ def host_bytes_per_s(cluster: Cluster) -> float:
 
 
 def on_host(name: str, nbytes: float, cluster: Cluster) -> PricedOp:
-    """An op over so many bytes of host memory, read and written."""
+    """An op that reads and writes ``nbytes`` of host memory."""
     return PricedOp(
         op=name,
         family="host",

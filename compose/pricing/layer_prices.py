@@ -322,7 +322,7 @@ def _price_layers(
 
 
 def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp) -> AssumedTime:
-    """Host time of a micro-batch's ops, every layer as often as it is there, and the optimizer.
+    """Host time of a micro-batch's ops, over all layers, and of the optimizer.
 
     ``optimizer`` is the captured optimizer's Python, over the captured parameters.
     """

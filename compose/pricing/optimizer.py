@@ -164,7 +164,7 @@ def update_bytes(calls: Iterable[Priceable]) -> float:
 
 
 def outer_update(calls: Sequence[str], numel: int, tensors: int, dtype: str) -> Iterator[Priceable]:
-    """Calls over so many elements of a rank's parameters, as of DiLoCo's outer optimizer."""
+    """Calls over ``numel`` elements of a rank's parameters, like DiLoCo's outer optimizer."""
     for name in calls:
         call = OptimizerOp(op=SAME_AS.get(name, name), tensors=tensors, numel=numel, dtype=dtype)
         yield Priceable(
@@ -229,7 +229,7 @@ def _over(calls: Sequence[OpCall], numel: int, gpu: Gpu) -> list[Priceable]:
 
 
 def _with_numel(call: OpCall, numel: int) -> OpCall:
-    """The call over tensors of so many elements."""
+    """The call with its tensors resized to ``numel`` elements."""
 
     def sized(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         shapes = [(numel,) if t.shape else () for t in tensors]  # a norm is one number

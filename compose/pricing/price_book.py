@@ -112,13 +112,13 @@ class PriceBook:
         return self.gpu.contention or TAKING_TURNS
 
     def contention_of(self, message: PricedOp, products_frac: float) -> float:
-        """Slowdown of a message and compute that spends so much of its time in products."""
+        """Slowdown of a message and compute; products take ``products_frac`` of the latter's time."""
         if message.beside is None:
             return self.contention
         return mixed(message.beside, products_frac)
 
     def beside(self, bytes_per_s: float, *, in_node: bool) -> Slowdowns | None:
-        """Slowdowns of compute by a message of so many bytes/s over each rank's link."""
+        """Slowdowns of compute by a message that moves ``bytes_per_s`` over each rank's link."""
         if self.gpu.kind == "cpu" or self.gpu.contention:
             return None
         planned_sms = stack_of_row(self.stack).message_sms.get(self.gpu.architecture, 0)

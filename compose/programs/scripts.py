@@ -61,7 +61,7 @@ class CapturedScript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptOrder:
-    """Which script runs how, as rank 0 of so many.
+    """Which script runs how, as rank 0 of ``world_size``.
 
     ``module``: its name, if it runs as ``python -m`` runs it; ``path`` is its file then. ``steps``
     run, the last one is captured, within ``limit_s`` seconds; ``anew``: also where it was before.

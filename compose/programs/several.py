@@ -1,4 +1,4 @@
-"""Captures of a script as so many and as other numbers of ranks, none made twice."""
+"""Captures of a script for several numbers of ranks, none made twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's update: the optimizer's calls, the messages after them, averages every so many steps."""
+"""A rank's update: the optimizer's calls, the messages after them, averages every few steps."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class RankUpdate(RankTasks):
     def _over_parameters(
         self, calls: Sequence[str], name: str, every: float = 1, dtype: str = ""
     ) -> None:
-        """Add calls over all parameters that the rank trains, made every so many steps."""
+        """Add calls over all parameters that the rank trains, made once in ``every`` steps."""
         layers, shards = self.rank.layers, self.rank.plan.shards if self.strategy.by_layer else 1
         trained = [p for x in layers for p in x.layer.trained]
         if not trained:

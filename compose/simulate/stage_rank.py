@@ -160,7 +160,7 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
 
 
 def _sharded(rank: Rank, layers: Sequence[PricedLayer], variant: str) -> Sequence[PricedLayer]:
-    """The layers of a chunk, those whose parameters are whole before an action marked as such.
+    """The layers of a chunk; those whose parameters are gathered before the action as such.
 
     FSDP2 keeps the root's from the first forward on, those of others from a backward on until the
     next forward.

@@ -158,7 +158,7 @@ def balanced(models: Sequence[Sequence[PricedLayer]], plan: ParallelPlan) -> Par
 
 
 def _flat(layers: Sequence[PricedLayer]) -> list[PricedLayer]:
-    """The layers, each as often as it is there."""
+    """The layers, equal ones one by one."""
     return [x for x in layers for _ in range(x.layer.count)]
 
 
@@ -205,7 +205,7 @@ def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | 
 
 
 def _are_equal(layers: Sequence[PricedLayer]) -> bool:
-    """Whether all numbered layers are of one list and of one or two kinds, by their parameters."""
+    """Whether all numbered layers are in one list and have parameters of one or two kinds."""
     numbered = [x.layer for x in layers if x.numbered]
     lists = {x.name.rpartition(".")[0] for x in numbered}
     kinds = {tuple(p.shape for p in x.parameters) for x in numbered}

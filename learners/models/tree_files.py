@@ -49,7 +49,7 @@ def without_statistics(raw: bytes) -> bytes:
 
 
 def read_trees(path: Path, features: int) -> bytes:
-    """The unpacked file, checked; ValueError unless it holds trees of so many features."""
+    """The unpacked file, checked; ValueError unless its trees have this number of features."""
     unpacker = zlib.decompressobj(wbits=31)
     raw = unpacker.decompress(path.read_bytes(), MAX_BYTES)
     if not unpacker.eof or unpacker.unused_data:
@@ -59,7 +59,7 @@ def read_trees(path: Path, features: int) -> bytes:
 
 
 def check_trees(raw: bytes, features: int, file: str) -> None:
-    """ValueError, which names the file, unless these bytes are trees of so many features."""
+    """ValueError, which names the file, unless these bytes are trees with ``features`` features."""
     try:
         _check_model(_Reader(raw).whole(), features)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as exc:

@@ -54,7 +54,7 @@ def last_cache_bytes() -> float:
 
 
 def _best_s(run: Callable[[], object], repetitions: int) -> float:
-    """The shortest wall time in s of so many runs."""
+    """The shortest wall time in s of ``repetitions`` runs."""
     best = float("inf")
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -64,7 +64,7 @@ def _best_s(run: Callable[[], object], repetitions: int) -> float:
 
 
 def touched_others(mib: float) -> Callable[[], object]:
-    """A function that reads one half of so many MiB of other data and writes the other half."""
+    """A function that reads one half of ``mib`` MiB of other data and writes the other half."""
     source = torch.ones(int(mib * MIB / 8))
     target = torch.empty_like(source)
     return lambda: torch.mul(source, 1.0, out=target)
@@ -85,7 +85,7 @@ def resident_bytes() -> float:
 
 
 def scratch_bytes(processes: int = 1) -> float:
-    """Memory that each of so many processes may use for data of its measurements."""
+    """Memory that each of ``processes`` processes may use for data of its measurements."""
     return SCRATCH_FRAC * memory_bytes() / processes
 
 
@@ -110,7 +110,7 @@ def measure_cold_shares() -> tuple[dict[str, float], dict[str, float]]:
     place = 0
 
     def lap_s(pairs_in_lap: int) -> list[float]:
-        """Times of the adds of one lap over so many pairs."""
+        """Times of the adds of one lap over ``pairs_in_lap`` pairs."""
         times = []
         for x, y in pairs[place : place + pairs_in_lap]:
             torch.neg(b)  # another op between, as in a step

@@ -75,7 +75,7 @@ class Node:
         )
 
     def link_rate(self, ranks: int) -> float:
-        """Bytes/s that a GPU sends by fast link where so many GPUs of the node take part.
+        """Bytes/s that a GPU sends by fast link where ``ranks`` GPUs of the node take part.
 
         In a mesh each pair of GPUs has links of its own: a GPU uses those to the ranks - 1 others,
         of GPUs - 1.

@@ -233,7 +233,7 @@ class _StepTimer:
         self.one_by_one = one_by_one
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
-        self.every = 1  # after so many steps the anchor is timed
+        self.every = 1  # steps between two timings of the anchor
         self.least_us = math.inf  # of the steps before those that are timed
 
     def repeat(self, repetitions: int, least_s: float) -> Row:
@@ -314,7 +314,7 @@ class _StepTimer:
         return rank0_value(count) if self.together else count
 
     def _with_speed(self, number: int, count: int) -> float:
-        """Time of step ``number`` of ``count``; after every so many the anchor is timed, too."""
+        """Time of step ``number`` of ``count``; after every few steps the anchor is timed, too."""
         step_us = self.once()
         if number % self.every == 0 or number == count:
             self._time_anchor(again=number < count and self.every > FEW)

@@ -238,7 +238,7 @@ def case_of(order: IterationOrder, iteration: Iteration) -> tuple[EvalCase, Row]
 
 
 def pin(cores: int, lane: int) -> None:
-    """Pin this process to so many of its cores, each lane to others, if the system can."""
+    """Pin this process to a number of its cores, each lane to others, if the system can."""
     if hasattr(os, "sched_setaffinity"):
         own_cores = sorted(os.sched_getaffinity(0))
         begin = lane * cores % max(1, len(own_cores) - cores + 1)

@@ -268,7 +268,7 @@ class Chunk:
             point.starved[cache] = unstarved_samples[0].starved and not point.synchronises
 
     def _queue(self, point: Measured, cold: bool, repetitions: int) -> list[Launched]:
-        """Queue samples until so many have not starved, twice as many at most.
+        """Queue samples until ``repetitions`` have not starved, twice as many at most.
 
         After each that starved (the device waited for the host) the sleep before samples doubles.
         Ops that synchronise get no sleep and no further samples: the host waits anyway.

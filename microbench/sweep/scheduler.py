@@ -86,7 +86,7 @@ class Sweep:
         return Chosen(*fresh, 0)
 
     def choose_chunk(self, now_s: float, points: int, seconds: float) -> list[Chosen]:
-        """Choose so many points at most, and one at least, that usually take so many seconds."""
+        """Choose one to ``points`` points that usually take ``seconds`` together."""
         chosen: list[Chosen] = []
         left_s = min(self.order.budget_s - now_s, seconds)
         while len(chosen) < points and (left_s > 0 or not chosen):

@@ -80,7 +80,7 @@ def keep_freed_memory() -> None:
 
 
 def clock_of(threads: int) -> NowNs:
-    """The clock that times ops on so many threads.
+    """The clock that times ops on ``threads`` threads.
 
     Of one thread the processor's time counts: while other processes have its core, the op does not
     run. Several threads wait for each other, and only wall time shows it.
@@ -178,12 +178,12 @@ class CallCost:
 
 
 class Clock:
-    """Times workloads on the CPU with warm and cold caches, by the clock of so many ``threads``.
+    """Times workloads on the CPU with warm and cold caches, by the clock for ``threads`` threads.
 
     Caches are flushed as the hardware's ``cold_share`` was measured, by which a forecast mixes both
     times: other data are read and written, as many as it takes until hardly anything is warm. That
     can be less than the stated size of caches that other machines' users share, or a multiple.
-    So many ``ranks`` flush at the same time; together they leave most of the memory free.
+    All ``ranks`` flush at the same time; together they leave most of the memory free.
     """
 
     def __init__(self, threads: int, cold_share: Mapping[str, float], ranks: int = 1) -> None:

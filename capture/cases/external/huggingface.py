@@ -188,7 +188,7 @@ def build(read: HfConfig, attn: str, adapters: Adapters | None = None) -> Any:
 
 
 def _untie(model: Any) -> None:
-    """Give a head weights of its own that shares those of the embeddings.
+    """Give a head that shares the embeddings' weights weights of its own.
 
     transformers 5 ties those of T5 whatever its configuration says; T5 1.1, mT5 and FLAN-T5 do not.
     """

@@ -266,7 +266,7 @@ def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """What ``Module.to`` makes of its arguments; the number of a GPU is a device."""
+    """The arguments of ``Module.to`` as torch parses them; the number of a GPU is a device."""
     args = tuple(f"cuda:{value}" if type(value) is int else value for value in args[:1]) + args[1:]
     if isinstance(kwargs.get("device"), int):
         kwargs["device"] = f"cuda:{kwargs['device']}"

@@ -27,7 +27,7 @@ class Part:
 
 
 def again(times: int) -> OpCall:
-    """The mark before launches that are made so many times."""
+    """The mark before launches that are made ``times`` times."""
     return OpCall(op=AGAIN, args=(times,))
 
 

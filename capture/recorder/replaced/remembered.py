@@ -53,7 +53,7 @@ def run_remembered(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
 
 @cache
 def _decided_by_forms(func: OpOverload) -> bool:
-    """Whether forms of arguments may decide those of results: numbers do not, nor other memory."""
+    """Whether forms of results may follow from those of arguments, not from numbers or memory."""
     if func.namespace != "aten" or func.is_view or reads_numbers(func):
         return False
     return torch.Tag.inplace_view not in func.tags and func._opname not in RESHAPING

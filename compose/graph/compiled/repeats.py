@@ -61,7 +61,7 @@ class _Repeats:
         return [t for t in call.touched if t.storage in self.same]
 
     def is_whole(self, call: OpCall) -> bool:
-        """Whether a call makes new tensors of whole ones alone, and nothing overwrites them."""
+        """Whether a call makes new tensors from whole ones alone, and nothing overwrites them."""
         family, _ = find_family(call)
         comparable = call.op == COLLECTIVE or (family is not None and family.name in FAMILIES)
         read_numel = Counter[int]()  # by storage

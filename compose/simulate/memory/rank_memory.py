@@ -299,7 +299,7 @@ class _Units:
         return nbytes
 
     def _copied(self, whole: int) -> int:
-        """Bytes of a rank's shard of so many, on its way to or from the host; 0 if it has none."""
+        """A rank's share of ``whole`` bytes, on its way to or from the host; 0 if not offloaded."""
         return whole // self.ranks if self.on_host else 0
 
     def _is_late(self, x: PricedLayer) -> bool:

@@ -75,7 +75,7 @@ def stages_held(rank: Rank) -> Iterator[list[Moment]]:
 
 
 def _moment(stage: Stage, held: Sequence[int], micro: int, *, first: bool) -> Moment:
-    """When a rank holds activations of so many micro-batches by chunk."""
+    """The moment when a rank holds the activations of ``held`` micro-batches of each chunk."""
     others = sum((n - 1) * saved for n, saved in zip(held, stage.saved, strict=True))
     returned = sum(n * nbytes for n, nbytes in zip(held, stage.returned, strict=True))
     return Moment(stage.sizes, max(0, others), micro * stage.received + returned, first)

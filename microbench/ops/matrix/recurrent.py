@@ -207,7 +207,7 @@ def features(p: Recurrent, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def from_layer(call: OpCall) -> Recurrent | None:
-    """Describe mkldnn_rnn_layer(x, w, u, b, c, h, c, ...), or its backward, which begins alike."""
+    """Describe mkldnn_rnn_layer(x, w, u, b, c, h, c, ...); its backward begins with the same."""
     x, weight = call.args[0], call.args[1]
     if min(x.shape) < 1:
         return None

@@ -283,7 +283,7 @@ def resize(p: Norm, factor: float, first_share: float) -> Norm:
 
 
 def fallback(p: Norm, measured: Measured) -> list[Part]:
-    """Prices a norm as a copy of as many bytes as its passes over the tensor read and write.
+    """Prices a norm as a copy of the bytes that its passes over the tensor read and write.
 
     Statistics of a channel or group are summed by one block of threads in NCHW, at BLOCK_RATE at
     most: a pass of n statistics takes bandwidth / (n * rate) as long where they are few. Rows are

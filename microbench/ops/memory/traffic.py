@@ -41,7 +41,7 @@ def moved_us(nbytes: Values, gpu: Gpu, cold: Values) -> Values:
 
 
 def computed_us(elements: Values, clocks: Values, gpu: Gpu) -> Values:
-    """Time in us in which all SMs together compute as many elements, of so many clocks each."""
+    """Time in us in which all SMs together compute these elements, each in ``clocks`` clocks."""
     return 1e6 * elements * clocks / (gpu.sm_count * gpu.clock_hz)
 
 

@@ -64,7 +64,7 @@ def _join_alone(device: str) -> None:
 
 
 def _layers(tensors: int, device: str) -> nn.Sequential:
-    """Layers of so many parameters, two in each product."""
+    """Layers of ``tensors`` parameters, two in each product."""
 
     def layer() -> nn.Sequential:
         products = [nn.Linear(WIDTH, WIDTH) for _ in range(tensors // 2)]
@@ -164,7 +164,7 @@ def _checkpointed(tensors: int, device: str) -> Pair:
 
 
 def _updates(kind: type[torch.optim.Optimizer], *, foreach: bool = True) -> Make:
-    """Optimizer steps over so many parameters, at once or in a loop, sharded and plain."""
+    """Optimizer steps over a number of parameters, at once or in a loop, sharded and plain."""
 
     def make(tensors: int, device: str) -> Pair:
         def step(sharded: bool) -> Callable[[], None]:

@@ -107,7 +107,7 @@ def build(p: Collective, device: str) -> Workload:
 
 @cache
 def _group(size: int) -> dist.ProcessGroup | None:
-    """This rank's group where ranks are divided into groups of so many; None: one of all."""
+    """This rank's group where ranks are divided into groups of ``size``; None: one of all."""
     return dist.new_subgroups(size)[0] if size < dist.get_world_size() else None
 
 

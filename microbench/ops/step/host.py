@@ -184,7 +184,7 @@ def _autograd_nodes(device: str) -> tuple[Callable[[], object], Callable[[], obj
 
 
 def _leaf_backward(count: int, device: str) -> Callable[[], object]:
-    """A backward pass that stores a gradient in each of so many leaves, and runs no op."""
+    """A backward pass that stores a gradient in each of ``count`` leaves, and runs no op."""
     leaves = [torch.ones(1, device=device, requires_grad=True) for _ in range(count)]
     gradients = [torch.ones(1, device=device) for _ in range(count)]
 
