@@ -112,7 +112,7 @@ class PriceBook:
         return self.gpu.contention or TAKING_TURNS
 
     def contention_of(self, message: PricedOp, products_frac: float) -> float:
-        """Slowdown of a message and compute; products take ``products_frac`` of the latter's time."""
+        """Slowdown of a message and compute; ``products_frac`` of its time is products."""
         if message.beside is None:
             return self.contention
         return mixed(message.beside, products_frac)
