@@ -135,7 +135,9 @@ def find_target(
     folder, models = find_bundle(gpu, bundle)
     device = find_gpu(gpu, models)
     if machine is not None and machine.gpu != device.name:
-        raise ValueError(f"machine of {machine.gpu} (--machine, --anchor), not of {device.name}")
+        raise ValueError(
+            f"measured steps are of {machine.gpu} (--machine, --anchor), not of {device.name}"
+        )
     return Target(
         bundle=models,
         bundle_name=str(folder),

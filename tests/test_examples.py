@@ -7,7 +7,6 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTS = {
-    "choose_plan": "plans considered",
     "forecast_own_model": "samples/s",
     "price_ops": "of the peak",
     "train_and_compare": "blend",

@@ -209,7 +209,7 @@ def _step_table(who: str, own: Fed, best: Fed, kept: Mapping[str, Fed]) -> Table
         table.add_row("full queues last", f"{own.burst:.1f} iterations")
     table.add_row("cores in use", f"{own.cores_used:.1f}")
     rest = "" if not best.input_bound else f", still limited by {best.stage}"
-    table.add_row("it takes", f"{best.workers} workers: {best.iteration_us * MS:.2f} ms{rest}")
+    table.add_row("workers needed", f"{best.workers}: {best.iteration_us * MS:.2f} ms{rest}")
     for name, step_kept in kept.items():
         table.add_row(name, f"{step_kept.iteration_us * MS:.2f} ms, by {step_kept.stage}")
     return table

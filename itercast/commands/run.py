@@ -34,7 +34,7 @@ from itercast.options import (
     whole_number,
     without_units,
 )
-from itercast.stated import assumes, say, script_line, unusual_dtype
+from itercast.stated import assumes, command, say, script_line, unusual_dtype
 
 MOST_TIMES = 100  # no assumption: of a batch that fits, beyond which the number says nothing
 
@@ -245,14 +245,11 @@ def _question(row: ScriptForecast) -> Row:
     options |= {"bundle": forecast.bundle, "host": forecast.host, "stack": forecast.stack}
     options |= {"steps": order.steps, "limit": order.limit_s}
     stated = {name: value for name, value in options.items() if value}
-    words = [w for name, value in stated.items() for w in (f"--{name}", str(value))]
     script = ["--module", order.module] if order.module else [str(order.path)]
     question = {"script": script[-1], "arguments": list(order.arguments), **stated}
     question |= {"batch": row.captured.program.samples}
-    return {
-        "question": question,
-        "command": shlex.join(["itercast", "run", *words, *script, *order.arguments]),
-    }
+    words = shlex.join([*script, *order.arguments])
+    return {"question": question, "command": f"{command('run', stated)} {words}"}
 
 
 def _compared(name: str, pairs: Pairs, rows: Rows) -> Table:
@@ -352,7 +349,9 @@ def _print(name: str, row: ScriptForecast) -> None:
     if row.loading_us:
         if row.step_us < forecast.iteration_us - 5:  # in hundredths of a ms another number
             table.add_row("without waits for batches", f"{row.step_us * 1e-3:,.2f} ms")
-        table.add_row("batches of a rank's step", f"{row.loading_us * 1e-3:,.2f} ms in one process")
+        table.add_row(
+            "batches of a rank's step", f"{row.loading_us * 1e-3:,.2f} ms in one process here"
+        )
         table.add_row("DataLoader", row.advice)
     if program.passes:
         table.add_row("runs", ", ".join(program.passes))
