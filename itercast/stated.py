@@ -102,7 +102,7 @@ def assumes(forecasts: Sequence[Forecast]) -> str:
     )
     hint = "no node named (--node, or node= of --plan): "
     network = network.replace("no node named: ", hint, 1).replace("no node named: ", "")
-    parts = [f"stack {stack}"] * bool(stack) + [f"host {host}"] * bool(host)
+    parts = [f"software {stack} (--stack)"] * bool(stack) + [f"host {host} (--host)"] * bool(host)
     parts += [network] * bool(network)
     most = max(forecasts, key=lambda f: f.assumed_frac)
     assumed_pct = f"{100 * most.assumed_frac:.0f}"
@@ -110,7 +110,8 @@ def assumes(forecasts: Sequence[Forecast]) -> str:
     upto = "up to " if len(forecasts) > 1 and assumed_pct != "0" else ""
     shares = f"{upto}{assumed_pct} % of the time rests on assumed numbers"
     if assumed_pct != "0" and (assumed_us := most.assumed_by_us):
-        shares += f", most on {max(assumed_us, key=assumed_us.__getitem__)}"
+        most_on = max(assumed_us, key=assumed_us.__getitem__)
+        shares += f", most on {most_on}: predict and run --explain-assumptions say why"
     shares += f" (ops without a trained model: {unmodelled_pct:.0f} %)"
     return f"assumes {', '.join(parts)}; {shares}; bundle {bundle}"
 

@@ -224,6 +224,8 @@ def _refusal(exc: BaseException, done: int, script: Script, on_gpu: bool) -> Ref
     where = _place(traceback.extract_tb(exc.__traceback__), script)
     install = WITHOUT_CUDA.get(getattr(exc, "name", None) or "")
     hint = f"; its Python is enough: {install}" if install else ""
+    if isinstance(exc, ModuleNotFoundError) and not install:
+        hint = f"; the script runs in the Python of itercast: {sys.executable}"
     if not on_gpu and re.search("cuda|nvidia", first_line(exc), re.IGNORECASE):
         hint = "; name the GPU that it would run on: --gpu h100-sxm-80gb"
     return RefusedError(f"{first_line(exc)}{where}{hint}")

@@ -237,12 +237,9 @@ def _question(row: ScriptForecast) -> Row:
     ``batch``: samples that a rank loads in a step, where a DataLoader says so.
     """
     order, forecast = row.order, row.forecast
-    options: Row = {
-        "gpu": forecast.gpu,
-        "gpus": forecast.world_size,
-        "node": order.target.plan.node,
-    }
-    options |= {"bundle": forecast.bundle, "host": forecast.host, "stack": forecast.stack}
+    options: Row = {"gpu": forecast.gpu, "gpus": forecast.world_size}
+    options |= {"node": order.target.plan.node, "bundle": forecast.bundle}
+    options |= {"host": forecast.host, "stack": forecast.stack}
     options |= {"steps": order.steps, "limit": order.limit_s}
     stated = {name: value for name, value in options.items() if value}
     script = ["--module", order.module] if order.module else [str(order.path)]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from io import BytesIO
 from pathlib import Path
@@ -282,7 +283,9 @@ def test_several_gpus_and_numbers_of_them_make_a_table(own_cache: Path) -> None:
     code, out, _ = run("--explain-assumptions", "--gpu=a100-sxm-80gb", str(EXAMPLE), *SMALL)
     assert code == 0 and "most on host.event_us.launch" in out
     assert re.search(r"│ host.event_us.launch +│ +[\d.]+ │", out.split("forecast rests on")[1])
-    assert rows[0]["assumes"].startswith("assumes stack torch-2.11, host usual, no node named (--")
+    assert rows[0]["assumes"].startswith(
+        "assumes software torch-2.11 (--stack), host usual (--host), no "
+    )
     code, _, said = run("--gpus=2,none", str(EXAMPLE))
     assert code == 2 and "gpus '2,none': 'none' is no whole number from 1 to 99,999,999" in said
 
@@ -452,7 +455,7 @@ def test_modules_are_found_beside_the_script_alone(
     (tmp_path / "train.py").write_text("import nearby")
     monkeypatch.chdir(tmp_path / "here")
     code, _, said = run(str(tmp_path / "train.py"))
-    assert code == 2 and "No module named 'nearby'" in said
+    assert code == 2 and "No module named 'nearby'" in said and sys.executable in said
 
 
 @pytest.mark.slow

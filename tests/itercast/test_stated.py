@@ -144,7 +144,7 @@ def test_a_line_above_the_answer_says_what_it_is_of(
     *above, assumed = told[: 1 + next(i for i, line in enumerate(told) if "assumes" in line)]
     assert len(above) == len(lines)
     assert all(line.startswith(start) for line, start in zip(above, lines, strict=True))
-    named = "host usual, no node named (--node, or node= of --plan)"
+    named = "host usual (--host), no node named (--node, or node= of --plan)"
     hint = f"{named}: a GPU has 450 GB/s nvlink among 2"
     assert assumed.endswith(hint) == ("dp=2" in words and "node=" not in words)
 
@@ -164,7 +164,9 @@ def test_other_answers_begin_with_it(words: str, line: str, here: Path) -> None:
     done = run.invoke(app, shlex.split(words))
     assert done.stdout.startswith(line), done.output
     shares = r"\d+ % of the time rests on assumed numbers.* \(ops without a trained model: \d+ %\)"
-    assert re.search(rf"\nassumes stack torch-2.11, [^;]*\n  (up to )?{shares}\n  b", done.stdout)
+    assert re.search(
+        rf"\nassumes software torch-2.11 \(--stack\), [^;]*\n  (up to )?{shares}\n  b", done.stdout
+    )
 
 
 def test_a_table_of_throughput_says_the_command_that_repeats_it(here: Path) -> None:
