@@ -64,22 +64,24 @@ class Layer:
 class Model:
     """A model that runs by itself or in a wrapper (DDP...), of which ``outermost`` is outermost.
 
-    ``kinds``: what was seen of its last passes that were given the same. ``library``: that of a
+    ``kinds``: what was seen of its passes since its attributes changed. ``library``: that of a
     wrapper with a ``backward`` of its own, whose hooks are part of each pass: DeepSpeed's gather
     parameters, free them, and send gradients on, so that each pass leaves all as it found it.
+    ``others``: kinds of passes that do not follow an optimizer's step, where this one does.
     """
 
     model: Any
     outermost: Any
     kinds: list[Any]
     library: str = ""
+    others: Sequence[Any] = ()
     awaits_backward = True
 
     def held(self, graph: bool = True) -> Any:
         """What has to be equal before passes that are alike; None if none ever are.
 
-        Attributes by identity, and where backward follows (``graph``) gradients: passes that make
-        or replace some are not repeated.
+        Attributes by identity, and where backward follows (``graph``) which parameters have
+        gradients: passes that make some are not repeated.
         """
         parameters, modules = list(self.model.parameters()), list(self.model.modules())
         others = hooked(modules[1:]) or (graph and any(map(_hooked, parameters)))
@@ -88,20 +90,16 @@ class Model:
         held = attributes(self.outermost)
         if self.library:
             held = attributes(self.model, _counters(modules))
-        return held, self.gradients() if graph else [facts[:-1] for facts in self.gradients()]
-
-    def gradients(self) -> list[tuple[int, bool, torch.dtype, int, int]]:
-        """For each parameter: its id, whether it trains, dtype, memory, and its gradient's id.
-
-        Memory is told by its number, or by its size where it is gathered and freed.
-        """
-        parameters = list(self.model.parameters())
         memory = [below_transforms(p).untyped_storage() for p in parameters]
         facts = [m.nbytes() if self.library else m._cdata for m in memory]
-        return [
-            (id(p), p.requires_grad, p.dtype, fact, id(p.grad))
-            for p, fact in zip(parameters, facts, strict=True)
-        ]
+        gradients = [graph and p.grad is not None and p.grad.dtype for p in parameters]
+        trains = [p.requires_grad for p in parameters]
+        dtypes = [p.dtype for p in parameters]
+        return held, [*map(id, parameters)], trains, dtypes, facts, gradients
+
+    def gradients(self) -> list[int]:
+        """Of each parameter the id of its gradient, which passes do not replace."""
+        return [id(p.grad) for p in self.model.parameters()]
 
     def takes(self, trained: Sequence[torch.Tensor]) -> bool:
         """Whether it may be repeated: no graph goes on outside it, towards its inputs."""

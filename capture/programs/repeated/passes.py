@@ -104,10 +104,11 @@ class Kind:
 
 
 class Inputs:
-    """What a pass is ``given``, by ids, its numbers, and storages of that, parameters and buffers.
+    """What a pass is ``given``, its numbers, and storages of that, parameters and buffers.
 
     ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
-    added up apart from its launches; a model has neither, nor a layer without backward.
+    added up apart from its launches; a model has neither, nor a layer without backward. A model's
+    own launches add to its gradients, whose storages are there, too.
     """
 
     def __init__(
@@ -119,11 +120,13 @@ class Inputs:
         log: ProgramLog,
     ) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.trained, self.given = next(iter(trained), None), list(map(id, leaves))
+        self.trained, self.given = next(iter(trained), None), leaves  # backward may need them
         self.numbers = numbers
         own = [*module.parameters()] if self.trained is not None else []
         self.parameters = [p for p in own if p.requires_grad]
-        every = (*tensors, *module.parameters(), *module.buffers())
+        adds_itself = self.trained is None and torch.is_grad_enabled()
+        gradients = [p.grad for p in module.parameters() if adds_itself and p.grad is not None]
+        every = (*tensors, *module.parameters(), *module.buffers(), *gradients)
         self.storages = [log.storage(part) for tensor in every for part in parts(tensor)]
 
 

@@ -130,7 +130,7 @@ class ModelPass(Recording):
     def watch(self, model: Model, outputs: Sequence[Any], first_node: int) -> None:
         """Note what tells that a backward comes to this pass."""
         self._forward_ran(next(t for t in outputs if t.grad_fn is not None))
-        self.model = model
+        self.model, self.gradients = model, model.gradients()
         self.nodes = range(first_node, next_node())
         self.ends = [
             (t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in outputs
@@ -158,8 +158,7 @@ class ModelPass(Recording):
 
     def leave(self) -> None:
         """Keep what was launched when backward is over, if gradients are still the same tensors."""
-        _, gradients = self.kind.key[0]
-        if gradients == self.model.gradients():
+        if self.gradients == self.model.gradients():
             self.end()
 
 

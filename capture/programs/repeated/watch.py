@@ -138,7 +138,8 @@ class Repeats:
         if not (graph and library):  # what its hooks gather next depends on what ran before
             self.kinds = {k: v for k, v in self.kinds.items() if k[0] != id(model) or not k[1]}
         kinds = self.kinds.setdefault(key, [])
-        place = Model(model=model, outermost=outermost, kinds=kinds, library=library)
+        others = self.kinds.get((*key[:-1], False), ()) if begins else ()
+        place = Model(model=model, outermost=outermost, kinds=kinds, library=library, others=others)
         self.inside = True
         try:
             if not library:
@@ -266,7 +267,7 @@ class Repeats:
             return output
         graph = kind.key[-1][-1][0]
         leaves, rest = given()
-        if inputs.given != list(map(id, leaves)) or rest != kind.key[1]:
+        if [*map(id, inputs.given)] != [*map(id, leaves)] or rest != kind.key[1]:
             return output
         is_same = isinstance(place, Model) or place.held() == kind.key[0]
         if not graph:
@@ -290,13 +291,17 @@ def _hooking_library(wrapper: Any, model: torch.nn.Module) -> str:
 def _kind(place: Layer | Model, key: Any, numbers: Sequence[Any]) -> Kind:
     """The kind of passes with this key, and these numbers if it reads any; neither can be hashed.
 
-    Of a model's the last one alone: its attributes are compared by identity, as long as they live.
+    Of a model's those with its attributes alone: they are compared by identity, as long as they
+    live. One that launches what its ``others`` are known to launch is the second alike.
     """
     kinds: list[Kind] = place.kinds
     for kind in kinds:
         if kind.key == key and kind.numbers in (None, numbers):
             return kind
-    if isinstance(place, Model):
-        kinds.clear()
     kinds.append(Kind(key=key))
+    if isinstance(place, Model):
+        kinds[:] = [kind for kind in kinds if kind.key[0][0] == key[0][0]]
+        for other in place.others:
+            if other.key == key and other.numbers in (None, numbers):
+                kinds[-1].last |= other.shown
     return kinds[-1]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from test_repeated_layers import Step, captured, launches
 from torch import Tensor, nn
 
-MICRO, RANKS, WIDTH = 5, 8, 16
+MICRO, UPDATES, RANKS, WIDTH = 5, 2, 8, 16
 
 
 class Net(nn.Module):
@@ -98,7 +98,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 def training(others: bool) -> Step:
-    """A step of five micro-batches; ``others``: a hook that is not the engine's is there, too."""
+    """Two updates of five micro-batches; ``others``: a hook not of the engine is there, too."""
     dist.init_process_group()
     engine = DeepSpeedEngine(Net())
     if others:
@@ -108,22 +108,26 @@ def training(others: bool) -> Step:
         engine.module.parts[0].register_forward_hook(hook)
     optimizer = torch.optim.AdamW(engine.shards)
 
-    def step() -> None:
+    def update() -> None:
         for _ in range(MICRO):
             engine.backward(engine(torch.randn(4, WIDTH)).pow(2).mean())
         for shard, total in zip(engine.shards, engine.sums, strict=True):
             shard.grad = total
         optimizer.step()
 
-    return step
+    def updates() -> None:
+        for _ in range(UPDATES):
+            update()
+
+    return updates
 
 
-@pytest.mark.parametrize(("others", "runs"), [(False, 3 + 1), (True, 2 * MICRO)])
+@pytest.mark.parametrize(("others", "runs"), [(False, 3 + 1), (True, 2 * UPDATES * MICRO)])
 def test_micro_batches_are_as_if_all_ran(others: bool, runs: int) -> None:
     """Each gathers three weights twice, and sends two messages of gradients.
 
-    The first is one before the wrapper is known, two show what others do; after an optimizer's step
-    the first runs, as it may do other things. With somebody else's hook all run.
+    The first is one before the wrapper is known, two show what others do; after the first update
+    one runs, which shows that passes after updates do the same. With another hook all run.
     """
     Net.runs = 0
     found = captured(partial(training, others), repeats=True)
@@ -133,4 +137,5 @@ def test_micro_batches_are_as_if_all_ran(others: bool, runs: int) -> None:
     assert found.ranks[0].host == whole.ranks[0].host
     assert (found.peak_bytes, found.held_bytes) == (whole.peak_bytes, whole.held_bytes)
     kinds = Counter(call.kwargs["kind"] for call in whole.ranks[0].calls if "kind" in call.kwargs)
-    assert kinds == {"all_gather": 6 * MICRO, "reduce_scatter": 2 * MICRO}
+    passes = UPDATES * MICRO
+    assert kinds == {"all_gather": 6 * passes, "reduce_scatter": 2 * passes}
