@@ -104,11 +104,11 @@ class Kind:
 
 
 class Inputs:
-    """What a pass is ``given``, its numbers, and storages of that, parameters and buffers.
+    """What a pass is ``given``, by ids, its numbers, and storages of that, parameters and buffers.
 
     ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
     added up apart from its launches; a model has neither, nor a layer without backward. A model's
-    own launches add to its gradients, whose storages are there, too.
+    own launches add to its gradients, whose storages are there, too, and its inputs are ``kept``.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Inputs:
         log: ProgramLog,
     ) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.trained, self.given = next(iter(trained), None), leaves  # backward may need them
+        self.trained, self.given = next(iter(trained), None), [*map(id, leaves)]
+        self.kept = tensors if self.trained is None else ()  # backward may need them
         self.numbers = numbers
         own = [*module.parameters()] if self.trained is not None else []
         self.parameters = [p for p in own if p.requires_grad]

@@ -267,7 +267,7 @@ class Repeats:
             return output
         graph = kind.key[-1][-1][0]
         leaves, rest = given()
-        if [*map(id, inputs.given)] != [*map(id, leaves)] or rest != kind.key[1]:
+        if inputs.given != [*map(id, leaves)] or rest != kind.key[1]:
             return output
         is_same = isinstance(place, Model) or place.held() == kind.key[0]
         if not graph:
