@@ -154,8 +154,11 @@ class Steps:
 
     def trains_later(self) -> bool:
         """Whether a step of an optimizer comes before the iteration that is kept."""
-        if self.kind:
-            return KINDS[self.kind] == "optimizer" and self.done < self.wanted - 1
+        trains = KINDS[self.kind] == "optimizer" and self.done < self.wanted - 1
+        return trains if self.kind else self._has_optimizer()
+
+    def _has_optimizer(self) -> bool:
+        """Whether the script made an optimizer: looked for among all objects until there is one."""
         self.has_optimizer = self.has_optimizer or bool(_optimizers(self.older))
         return self.has_optimizer
 
@@ -281,7 +284,7 @@ class Steps:
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = 1 if kind == "update" else PATIENCE
             begun = self.log.gpu_memory.ops or not self.on_gpu  # before, it prepares its data
-            if begun and self.done >= times * self.wanted and not _optimizers(self.older):
+            if begun and self.done >= times * self.wanted and not self._has_optimizer():
                 later = kind == "forward" and calls_training(self.lines())
                 self.enough = not later or time.monotonic() > self.late_s
                 self.notes += [NOT_REACHED] * (later and self.enough)

@@ -48,11 +48,12 @@ class Repeats:
     ``looked_in``. ``open``: passes whose backward has not run. ``kept``: of each repetition what
     frees its memory, alive until its backward. ``cast``: whether modules were repeated without
     casts, since autocast forgot these. ``wrapper``: the outermost wrapper (DDP...) that runs;
-    ``inside``: whether a model does.
+    ``inside``: the model that does.
     """
 
     def __init__(self, log: ProgramLog) -> None:
-        self.log, self.calls, self.inside = log, log.calls, False
+        self.log, self.calls = log, log.calls
+        self.inside: torch.nn.Module | None = None
         self.kinds = dict[Any, list[Kind]]()
         self.layers, self.looked_in = dict[int, Layer](), set[int]()
         self.open = list[ModelPass]()
@@ -71,12 +72,12 @@ class Repeats:
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             """As ``Module.__call__``: models, wrappers and layers run by methods of ours."""
-            is_watched = not self.inside or id(module) in self.layers
             is_forward = self.log.phase == "forward" and self.log.after_graph is None
-            if not (is_watched and is_forward):
+            outer = self.inside is None  # not ``not``: some raise in bool()
+            if not (is_forward and (outer or id(module) in self._layers())):
                 return original_call(module, *args, **kwargs)
             outermost = self._through if is_wrapper(module) else self._run_model
-            around = self._run_layer if self.inside else outermost
+            around = outermost if outer else self._run_layer
             return around(module, partial(original_call, module, *args, **kwargs))
 
         def clear() -> None:
@@ -126,9 +127,6 @@ class Repeats:
         """Run a model; what was seen of its layers in an earlier step is forgotten."""
         if self.calls is not self.log.calls:
             self.calls, self.layers, self.looked_in = self.log.calls, {}, set()
-        if id(model) not in self.looked_in:
-            self.looked_in.add(id(model))
-            self.layers |= layers_of(model)
         outermost = model if self.wrapper is None else self.wrapper
         graph, library = torch.is_grad_enabled(), _hooking_library(outermost, model)
         self.log.calls.append(again(int(graph)))
@@ -140,14 +138,21 @@ class Repeats:
         kinds = self.kinds.setdefault(key, [])
         others = self.kinds.get((*key[:-1], False), ()) if begins else ()
         place = Model(model=model, outermost=outermost, kinds=kinds, library=library, others=others)
-        self.inside = True
+        self.inside = model
         try:
             if not library:
                 return self._run(model, place, run)
             call, args = partial(run.func, model), run.args[1:]
             return self._forward(model, place, call, *args, **run.keywords)
         finally:
-            self.inside = False
+            self.inside = None
+
+    def _layers(self) -> dict[int, Layer]:
+        """Layers of models: no need to look into one before it runs, as it may be repeated."""
+        if self.inside is not None and id(self.inside) not in self.looked_in:
+            self.looked_in.add(id(self.inside))
+            self.layers |= layers_of(self.inside)
+        return self.layers
 
     def _run_layer(self, layer: Any, run: Callable[[], Any]) -> Any:
         """Run a layer, which may call itself."""
