@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, compress
 from typing import Any, NamedTuple
 from weakref import WeakSet
-
-from torch.optim import Optimizer
 
 from itercast.capture.base.durations import counted
 from itercast.capture.input.batches import TakenBatches
@@ -26,7 +22,7 @@ from itercast.capture.programs.repeated.evaluations import (
     in_one_loop,
     learned_from,
 )
-from itercast.capture.programs.trained.finder import trains
+from itercast.capture.programs.trained.finder import optimizers_alive, trains
 from itercast.capture.programs.trained.loss import tensors_of
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
@@ -112,7 +108,7 @@ class Steps:
         self.passes = list[tuple[str, Lines]]()
         self.inferences, self.earlier = list[Inference](), list[OpCall]()
         self.enough, self.notes = False, list[str]()
-        self.older = WeakSet(_optimizers(()))  # such as another rank's
+        self.older = WeakSet(optimizers_alive(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
         self.gpu_ops, self.fed = 0, list[Lines]()  # ops before the step that runs; copies in it
         log.ended, taken.came = self.end, log.batch
@@ -159,7 +155,7 @@ class Steps:
 
     def _has_optimizer(self) -> bool:
         """Whether the script made an optimizer: looked for among all objects until there is one."""
-        self.has_optimizer = self.has_optimizer or bool(_optimizers(self.older))
+        self.has_optimizer = self.has_optimizer or bool(optimizers_alive(self.older))
         return self.has_optimizer
 
     def end(self, kind: str, owner: Any) -> None:
@@ -360,7 +356,7 @@ class Steps:
 
     def _awaits_optimizers(self) -> bool:
         """Whether an optimizer was made that has not stepped, nor another with its parameters."""
-        owned = map(_trained_by, _optimizers(self.older))
+        owned = map(_trained_by, optimizers_alive(self.older))
         return any(own and not own & self.trained for own in owned)
 
     def restore(self) -> None:
@@ -384,18 +380,6 @@ def _updated(calls: Sequence[OpCall]) -> int:
     own = (call for call in calls if not call.module and call.phase != "backward" and call.args)
     written = (call.args[0] for call in own if call.op.split(".")[1].endswith("_"))
     return sum(len(tensors) if isinstance(tensors, tuple) else 1 for tensors in written)
-
-
-def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:
-    """All optimizers that are alive, but ``older`` ones."""
-    classes, alive = set(map(id, _with_subclasses(Optimizer))), gc.get_objects()
-    are_optimizers = map(classes.__contains__, map(id, map(type, alive)))  # millions: no loop
-    return [x for x in compress(alive, are_optimizers) if x not in older]
-
-
-def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
-    """A class and all that inherit from it."""
-    return [kind, *chain.from_iterable(map(_with_subclasses, kind.__subclasses__()))]
 
 
 def _trained_by(optimizer: Any) -> set[int]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, compress
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -334,3 +337,15 @@ def trains(module: Any) -> bool:
     if not (torch.is_grad_enabled() and module.training):
         return False
     return any(p.requires_grad for p in module.parameters())
+
+
+def optimizers_alive(older: Container[Optimizer]) -> list[Optimizer]:
+    """All optimizers that are alive, but ``older`` ones."""
+    classes, alive = set(map(id, _with_subclasses(Optimizer))), gc.get_objects()
+    are_optimizers = map(classes.__contains__, map(id, map(type, alive)))  # millions: no loop
+    return [x for x in compress(alive, are_optimizers) if x not in older]
+
+
+def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
+    """A class and all that inherit from it."""
+    return [kind, *chain.from_iterable(map(_with_subclasses, kind.__subclasses__()))]
