@@ -30,6 +30,7 @@ from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, loaders_give_real_batches
 from itercast.capture.input.lane import InputLane
+from itercast.capture.input.mapped import some_rows_through_models
 from itercast.capture.programs.attempts import Attempt, KnownRanks, Row, in_fork
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
@@ -143,6 +144,7 @@ def capture_script(
             stack.enter_context(nothing_outside(script.owns, listed))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
             stack.enter_context(loaders_give_real_batches(taken, log.routing, on_gpu))
+            stack.enter_context(some_rows_through_models(log))
             stack.enter_context(saved_for_loading(log.routing))
             stack.enter_context(log.routing.lists_at_once())
             stack.enter_context(own_kernels(log))

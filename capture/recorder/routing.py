@@ -40,6 +40,7 @@ from itercast.capture.recorder.facts import (
     absorbed,
     all_alike,
     evenly_spread,
+    expected,
     fact_of_comparison,
     fact_of_number,
     filled,
@@ -70,6 +71,7 @@ COUNTED = ("arange", "linspace")
 DRAWN = ("randint", "randperm", "multinomial")
 ONES = ("ones", "ones_like", "new_ones")
 EMPTY = ("empty_like", "new_empty", "new_empty_strided")  # whose values are not their argument's
+SCATTERS = ("scatter", "scatter_", "scatter_add", "scatter_add_")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
 # Ops that move elements or copy them: what is known of the input holds for the output.
 KEEP = {
@@ -207,6 +209,7 @@ class Routing(Known):
         if known is not None and known.values is not None and overwrites(func):
             if is_random(func) or not self._known_by_value(args):
                 self._forget(known.values)
+                self.facts[args[0]] = self._expected(name, args)
             else:
                 self._note_values(func, args, kwargs, output)
             return
@@ -232,11 +235,11 @@ class Routing(Known):
         elif name in COUNTED or (name not in EMPTY and self._known_by_value(args)):
             self._note_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
-            self.facts[args[0]] = Fact()  # overwritten by unknown values
+            self.facts[args[0]] = self._expected(name, args)
         elif args and isinstance(args[0], list) and overwrites(func):
             for tensor in args[0]:
                 self._drop(tensor, overwritten=True)
-        elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
+        elif known is not None or name in INDEX_OUTPUT or name in ("eq", *SCATTERS):
             self._note_derived(name, args, kwargs, output, known)
             if known is not None and known.guessed:
                 self._note_guessed(output)
@@ -343,9 +346,8 @@ class Routing(Known):
                 self.facts[outputs[INDEX_OUTPUT[name]]] = Fact(top=first.shape[axis])
             if axis is not None and name == "max" and known is not None and known.mean is not None:
                 self.facts[outputs[0]] = Fact(mean=min(1.0, known.mean * first.shape[axis]))
-        elif name in ("scatter", "scatter_") and known is None and is_number(args[3], 1):
-            axis, index = args[1], args[2]
-            self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
+        elif name in SCATTERS:
+            self.facts[output] = self._expected(name, args)
         elif known is not None and known.values is None and name in KEEP:
             for tensor in output if isinstance(output, list | tuple) else (output,):
                 self.facts[tensor] = known
@@ -359,8 +361,13 @@ class Routing(Known):
         else:
             other = args[1] if len(args) > 1 else None
             fact = fact_of_comparison(name, known, other, self.fact(other), args)
+            fact = fact or expected(name, args, [known, self.fact(other)])
             if fact is not None:
                 self.facts[output] = fact
+
+    def _expected(self, name: str, args: Args) -> Fact:
+        """What follows of means for a tensor that an op makes or overwrites; else nothing."""
+        return expected(name, args, [self.fact(a) for a in args]) or Fact()
 
     def _note_sum(self, first: Tensor, output: Argument, known: Fact) -> None:
         """Note a sum of a mask or of counts: the mean; for sums into a vector, equal counts."""

@@ -83,3 +83,32 @@ def test_attention_is_masked_where_a_real_step_masks_it(
     calls = captured(path, given, gpus=1).ranks[0].calls
     attention = [c.kwargs for c in calls if c.op == "itercast.sdpa"]
     assert [(c["is_causal"], c["masked"]) for c in attention] == [(not masked, masked)] == [*real]
+
+
+ASSIGNED = """
+import torch
+scoring, head = torch.nn.Linear(16, 100).cuda(), torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD([*scoring.parameters(), *head.parameters()])
+for step in range(4):
+    scores = scoring(torch.rand(IMAGES, 16, device="cuda"))[:, None].expand(IMAGES, 2, 100)
+    places = scores.topk(10, dim=-1).indices
+    counts = torch.zeros(IMAGES, 2, 100, dtype=torch.int8, device="cuda")
+    counts.scatter_add_(-1, places, torch.ones_like(places, dtype=torch.int8))
+    counts.masked_fill_(counts > 1, 0)
+    chosen = counts.mul_(scores > 0.3).sum(-2).bool()
+    features = torch.rand(IMAGES, 100, 8, device="cuda")
+    (head(features[chosen]).sum() + scores.sum()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("images", [4, 8000])
+def test_places_that_an_assigner_chooses_are_counted(tmp_path: Path, images: int) -> None:
+    """Two objects choose the best 10 of 100 places each, half of which are near: 10 an image.
+
+    With 8,000 images no number of the 1.6 million counts is known, but their mean.
+    """
+    text = ASSIGNED.replace("IMAGES", str(images))
+    calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+    rows = {c.outputs[0].shape for c in calls if c.op == "aten.addmm.default"}
+    assert rows == {(images, 100), (images * 10, 8)}

@@ -110,3 +110,48 @@ for step"""
 def test_lists_that_unknown_numbers_are_added_to_are_unknown(tmp_path: Path) -> None:
     """2 + 3 + 1 + 1, then a sum that nobody knows, which is 1."""
     assert captured(written(tmp_path, TRAINING.replace("for step", LISTS)), gpus=1).ranks
+
+
+PACKAGE = """
+class Dataset:
+    def __init__(self, rows):
+        self.rows = rows
+    def __len__(self):
+        return len(self.rows)
+    def select(self, places):
+        return Dataset([self.rows[i] for i in places])
+    def map(self, function, batched=False, batch_size=1000, num_proc=None, new_fingerprint=None):
+        parts = (self.rows[i : i + batch_size] for i in range(0, len(self), batch_size))
+        return Dataset([row for part in parts for row in function(part)])
+"""
+MAPPED = """
+import torch
+from datasets.arrow_dataset import Dataset
+encoder, model = torch.nn.Linear(8, 4).cuda(), torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+rows = Dataset([[float(i)] * 8 for i in range(48)])
+seen = []
+def encode(rows):
+    seen.extend(rows)
+    inputs = torch.tensor(rows, device=DEVICE)
+    return list(encoder(inputs).cpu()) if DEVICE == "cuda" else list(inputs[:, :4])
+with torch.no_grad():
+    made = rows.map(encode, batched=True, batch_size=4)
+for step in range(4):
+    model(torch.stack(made.rows)[: len(seen)].cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cuda", 16), ("cpu", 48)])
+def test_some_rows_of_a_data_set_go_through_a_frozen_model(
+    tmp_path: Path, device: str, rows: int
+) -> None:
+    """Of 48 rows the encoder sees 16, the others are copies; a function on the host sees all."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "arrow_dataset.py").write_text(PACKAGE)
+    capture = captured(written(tmp_path, MAPPED.replace("DEVICE", repr(device))), gpus=1)
+    (product,) = (c for c in capture.ranks[0].calls if c.op == "aten.addmm.default")
+    assert product.outputs[0].shape == (rows, 1)
+    said = [note for note in capture.notes if "16 of a data set's 48 rows" in note]
+    assert len(said) == (device == "cuda")

@@ -1,0 +1,42 @@
+"""Data sets that a script maps through a model before it trains: some rows stand for all."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from itercast.capture.base.slow_imports import once_imported
+from itercast.capture.programs.log import ProgramLog
+
+ROWS = 16  # that are mapped
+
+
+@contextmanager
+def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
+    """Let ``map`` of the package ``datasets`` give a model on the GPU the first rows alone.
+
+    Others become copies of these. Functions that compute nothing on the GPU get all rows.
+    """
+
+    def limit(module: Any) -> None:
+        whole = module.Dataset.map
+
+        def map_(dataset: Any, *args: Any, **options: Any) -> Any:
+            if len(dataset) <= ROWS or not log.live_bytes:
+                return whole(dataset, *args, **options)
+            before, few = log.gpu_memory.ops, {"new_fingerprint": None, "num_proc": None}
+            head = whole(dataset.select(range(ROWS)), *args, **{**options, **few})
+            if log.gpu_memory.ops == before or not len(head):
+                return whole(dataset, *args, **options)
+            copied = f"{ROWS} of a data set's {len(dataset):,} rows are mapped through a model"
+            log.guesses.setdefault(f"{copied}, others are copies", traceback.extract_stack())
+            count = round(len(dataset) * len(head) / ROWS)
+            return head.select([row % len(head) for row in range(count)])
+
+        stack.enter_context(patch.object(module.Dataset, "map", map_))
+
+    with ExitStack() as stack, once_imported("datasets.arrow_dataset", limit):
+        yield
