@@ -48,7 +48,6 @@ from itercast.capture.recorder.facts import (
     index_axis,
     is_computed,
     is_mask,
-    is_number,
     is_random,
     is_small_integer,
     may_be_certain,
@@ -58,7 +57,7 @@ from itercast.capture.recorder.facts import (
 )
 from itercast.capture.recorder.fake_patches import run_quickly
 from itercast.capture.recorder.replaced.corrected import CORRECTED
-from itercast.capture.recorder.replaced.lengths import as_integers_say, of_guessed_length
+from itercast.capture.recorder.replaced.lengths import as_integers_say, of_guessed_length, of_length
 from itercast.capture.recorder.sparse import makes_or_takes_sparse, run_with_sparse
 from itercast.capture.step import Inputs
 
@@ -127,7 +126,7 @@ class Routing(Known):
         if name in CORRECTED:
             return CORRECTED[name](*args)
         if name == "split_with_sizes" and GUESS in (self.guesses or ()):
-            args = (self._of_length(*args), *args[1:])
+            args = (of_length(*args), *args[1:])
         if name != "index" and shaped and self._guesses():
             return self._compute_values(func, self._made_up(name, args, kwargs), kwargs)
         try:
@@ -304,14 +303,6 @@ class Routing(Known):
             with _disable_current_modes():
                 self.facts[output] = Fact(values=torch.arange(count)[:, None])
         return output
-
-    def _of_length(self, tensor: Tensor, lengths: list[int], axis: int = 0) -> Tensor:
-        """A tensor as long as the parts that the program splits it into: its length was a guess."""
-        shape = list(tensor.shape)
-        shape[axis] = sum(lengths)
-        if shape == list(tensor.shape) or tensor.requires_grad:  # a new one has no history
-            return tensor
-        return tensor.new_empty(shape)
 
     def _bincount(self, args: Args, kwargs: Kwargs, top: float) -> Argument:
         """Return the bincount of balanced routing: every number below ``top`` is as frequent."""

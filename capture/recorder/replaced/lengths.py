@@ -68,3 +68,12 @@ def of_guessed_length(share: float, func: OpOverload, args: Args, kwargs: Kwargs
     length = ceil(share * rows)
     with patch.object(FakeImplCtx, "new_dynamic_size", lambda context, **bounds: length):
         return func(*args, **kwargs)
+
+
+def of_length(tensor: Tensor, lengths: list[int], axis: int = 0) -> Tensor:
+    """A tensor as long as the parts that the program splits it into: its length was a guess."""
+    shape = list(tensor.shape)
+    shape[axis] = sum(lengths)
+    if shape == list(tensor.shape) or tensor.requires_grad:  # a new one has no history
+        return tensor
+    return tensor.new_empty(shape)
