@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.user_errors import loop_test, passing, user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
+from itercast.capture.recorder.expected import expected
 from itercast.capture.recorder.facts import (
     KNOWN_LIMIT,
     Fact,
@@ -40,7 +41,6 @@ from itercast.capture.recorder.facts import (
     absorbed,
     all_alike,
     evenly_spread,
-    expected,
     fact_of_comparison,
     fact_of_number,
     filled,

@@ -81,9 +81,11 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
             loading = partial(load_extension, load)
             stack.enter_context(patch.object(cpp_extension, load.__name__, loading))
         if find_spec("triton") is not None:
+            from triton.backends.nvidia import driver
             from triton.runtime.autotuner import Autotuner
             from triton.runtime.jit import JITFunction
 
+            stack.enter_context(patch.object(driver, "libcuda_dirs", list))
             stack.enter_context(patch.object(JITFunction, "run", launched))
             stack.enter_context(patch.object(Autotuner, "run", run_first_config))
         yield

@@ -112,3 +112,26 @@ def test_places_that_an_assigner_chooses_are_counted(tmp_path: Path, images: int
     calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
     rows = {c.outputs[0].shape for c in calls if c.op == "aten.addmm.default"}
     assert rows == {(images, 100), (images * 10, 8)}
+
+
+SEARCHED = """
+import torch
+schedule = torch.linspace(1, 1000, 1000, device="cuda")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(4):
+    drawn = (torch.randn(4, device="cuda").sigmoid() * 1000).long()
+    places = [(schedule == t).nonzero().item() for t in schedule[drawn]]
+    model(torch.randn(len(places), 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_one_step_of_a_noise_schedule_is_that_of_a_sample(tmp_path: Path) -> None:
+    """As diffusers' trainers of flow matching look their sigmas up; the times are drawn."""
+    (product,) = (
+        c
+        for c in captured(written(tmp_path, SEARCHED), gpus=1).ranks[0].calls
+        if c.op == "aten.addmm.default"
+    )
+    assert product.outputs[0].shape == (4, 8)

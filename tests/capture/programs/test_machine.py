@@ -421,7 +421,9 @@ def test_collectives_of_several_tensors_are_one_message(tmp_path: Path) -> None:
 
 
 KERNEL = """
+from triton.backends.nvidia.driver import libcuda_dirs
 from triton.runtime.jit import JITFunction
+libcuda_dirs()
 JITFunction().run(x, model.weight, 3, grid=(4,), warmup=False)
 """
 
@@ -429,13 +431,14 @@ JITFunction().run(x, model.weight, 3, grid=(4,), warmup=False)
 def test_a_kernel_in_triton_is_a_pass_over_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads 32 numbers of 8 bytes and 64 of 4. A stub stands in for Triton."""
-    library = tmp_path / "library/triton/runtime"
-    library.mkdir(parents=True)
+    """It reads 32 numbers of 8 bytes and 64 of 4. A stub stands in for Triton, without a driver."""
+    library = tmp_path / "library/triton"
     for name, text in (
-        ("jit", "class JITFunction: run = None"),
-        ("autotuner", "class Autotuner: run = None"),
+        ("runtime/jit", "class JITFunction: run = None"),
+        ("runtime/autotuner", "class Autotuner: run = None"),
+        ("backends/nvidia/driver", "def libcuda_dirs(): raise AssertionError('no libcuda.so')"),
     ):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path / "library")
     steps = STEPS.replace("    optimizer", KERNEL.replace("\n", "\n    ") + "\n    optimizer")

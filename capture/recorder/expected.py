@@ -1,0 +1,50 @@
+"""Counts and masks of which only expected values are known: those of what they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.capture.opcall import Args
+from itercast.capture.recorder.facts import AND, Fact, is_number
+
+
+def expected(name: str, args: Args, facts: Sequence[Fact | None]) -> Fact | None:
+    """The fact about masks multiplied, or counts scattered or set to zero by a mask: their mean.
+
+    ``facts``: about ``args``. What a mask leaves is at most what was there; counts of which nothing
+    is known begin at zero. A number that nobody knows equals one of unlike values that it is
+    compared with: so noise schedules are searched for the step of a sample.
+    """
+    name = name.removesuffix("_")
+    if name == "eq" and isinstance(args[1], Tensor) and args[1].numel() == 1:
+        return Fact(mean=1 / args[0].numel(), guessed=True) if _are_unlike(facts[0]) else None
+    if name in AND and (first := _mean(facts[0])) is not None:
+        second, guessed = _mean(facts[1]), any(fact is not None and fact.guessed for fact in facts)
+        return None if second is None else Fact(mean=first * second, guessed=guessed)
+    if name == "masked_fill" and is_number(args[2], 0):
+        return Fact(mean=_mean(facts[0]))
+    if name not in ("scatter", "scatter_add"):
+        return None
+    written, before = 1.0 if is_number(args[3], 1) else _mean(facts[3]), _mean(facts[0])
+    if written is None or (before is None and args[0].is_floating_point() and written != 1):
+        return None
+    share = args[2].numel() / max(1, args[0].numel())
+    return Fact(mean=written * share + (before or 0.0) * (name == "scatter_add"))
+
+
+def _mean(fact: Fact | None) -> float | None:
+    """The mean of a tensor, if it is known."""
+    if fact is None or fact.values is None:
+        return fact and fact.mean
+    with _disable_current_modes():
+        return float(fact.values.double().mean())
+
+
+def _are_unlike(fact: Fact | None) -> bool:
+    """Whether a tensor's values are known, and all different."""
+    with _disable_current_modes():
+        values = fact and fact.values
+        return values is not None and len(values.unique()) == values.numel() > 1
