@@ -30,7 +30,6 @@ from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, loaders_give_real_batches
 from itercast.capture.input.lane import InputLane
-from itercast.capture.input.mapped import some_rows_through_models
 from itercast.capture.programs.attempts import Attempt, KnownRanks, Row, in_fork
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
@@ -45,6 +44,7 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations, Lines
+from itercast.capture.programs.repeated.mapped import some_rows_through_models
 from itercast.capture.programs.reports.notes import script_notes
 from itercast.capture.programs.reports.progress import printed_progress
 from itercast.capture.programs.saved import saved_for_loading

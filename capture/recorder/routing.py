@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.user_errors import loop_test, passing, user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
-from itercast.capture.recorder.expected import expected
 from itercast.capture.recorder.facts import (
     KNOWN_LIMIT,
     Fact,
@@ -57,6 +56,7 @@ from itercast.capture.recorder.facts import (
 )
 from itercast.capture.recorder.fake_patches import run_quickly
 from itercast.capture.recorder.replaced.corrected import CORRECTED
+from itercast.capture.recorder.replaced.expected import expected
 from itercast.capture.recorder.replaced.lengths import as_integers_say, of_guessed_length, of_length
 from itercast.capture.recorder.sparse import makes_or_takes_sparse, run_with_sparse
 from itercast.capture.step import Inputs

@@ -38,13 +38,14 @@ def expected(name: str, args: Args, facts: Sequence[Fact | None]) -> Fact | None
 def _mean(fact: Fact | None) -> float | None:
     """The mean of a tensor, if it is known."""
     if fact is None or fact.values is None:
-        return fact and fact.mean
+        return None if fact is None else fact.mean
     with _disable_current_modes():
         return float(fact.values.double().mean())
 
 
 def _are_unlike(fact: Fact | None) -> bool:
     """Whether a tensor's values are known, and all different."""
+    if fact is None or fact.values is None:
+        return False
     with _disable_current_modes():
-        values = fact and fact.values
-        return values is not None and len(values.unique()) == values.numel() > 1
+        return len(fact.values.unique()) == fact.values.numel() > 1
