@@ -337,8 +337,6 @@ class Routing(Known):
                 self.facts[outputs[INDEX_OUTPUT[name]]] = Fact(top=first.shape[axis])
             if axis is not None and name == "max" and known is not None and known.mean is not None:
                 self.facts[outputs[0]] = Fact(mean=min(1.0, known.mean * first.shape[axis]))
-        elif name in SCATTERS:
-            self.facts[output] = self._expected(name, args)
         elif known is not None and known.values is None and name in KEEP:
             for tensor in output if isinstance(output, list | tuple) else (output,):
                 self.facts[tensor] = known
@@ -352,7 +350,7 @@ class Routing(Known):
         else:
             other = args[1] if len(args) > 1 else None
             fact = fact_of_comparison(name, known, other, self.fact(other), args)
-            fact = fact or expected(name, args, [known, self.fact(other)])
+            fact = fact or expected(name, args, [self.fact(a) for a in args])
             if fact is not None:
                 self.facts[output] = fact
 
