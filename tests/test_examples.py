@@ -9,7 +9,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTS = {
     "forecast_own_model": "samples/s",
     "price_ops": "of the peak",
-    "train_and_compare": "blend",
 }
 
 

@@ -248,7 +248,18 @@ def _phases(log: ProgramLog) -> Iterator[None]:
     It also counts the Python work of ``step`` and ``zero_grad``.
     """
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def in_forward(closure: Any) -> Any:
+        """A closure whose ops are no optimizer's, but forward's and backward's."""
+
+        def run() -> Any:
+            log.phase = "forward"
+            loss = closure()
+            log.phase = "optimizer"
+            return loss
+
+        return run
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Begin phase "optimizer", and count the Python of this step."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
@@ -260,6 +271,8 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         sharded = sum(isinstance(p, DTensor) for p in trained)
         log.foreach_event = (f"{kind}_dtensor_step", sharded) if sharded else None
         log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
+        named = {n: in_forward(x) if callable(x) else x for n, x in kwargs.items()}
+        return tuple(in_forward(x) if callable(x) else x for x in args), named
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"

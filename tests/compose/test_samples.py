@@ -213,6 +213,32 @@ def test_stages_share_samples(tmp_path: Path) -> None:
     assert (found.samples, found.own_samples) == (2 * 16, 16) and found.tokens == 2 * 16 * LENGTH
 
 
+CLOSURE = """
+model = Model().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    ids = torch.randint(0, 40, (4, 17), device="cuda")
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        summed(model)
+        return loss
+    optimizer.step({closure})
+"""
+
+
+@pytest.mark.parametrize("closure", ["closure", "closure=closure"])
+def test_what_an_optimizer_s_closure_runs_is_forward_and_backward(
+    closure: str, tmp_path: Path
+) -> None:
+    """As Lightning runs each step: 8 ranks take 4 samples of 16 tokens each."""
+    program, found = batch(tmp_path, CLOSURE.format(closure=closure))
+    assert (found.samples, found.tokens) == (8 * 4, 8 * 4 * 16)
+    phases = {call.phase for call in program.ranks[0].calls if call.op == "aten.addmm.default"}
+    assert phases == {"forward"}
+
+
 FROM_ROWS = """
 first, second = nn.Linear(8, 8).cuda(), nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
