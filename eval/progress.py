@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -43,3 +45,11 @@ def progress_bar() -> Progress:
     """A progress bar on stderr, so that --json on stdout stays clean; lines off a terminal."""
     console = Console(stderr=True, markup=False)
     return Progress(console=console) if console.is_terminal else PlainLines(console)
+
+
+@contextmanager
+def rows_bar(what: str) -> Iterator[Callable[[int, float], None]]:
+    """A progress bar of measurements: a function of the rows so far and of the share done."""
+    with progress_bar() as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda rows, frac: bar.update(task, completed=frac, description=f"{what} {rows} rows")

@@ -282,7 +282,6 @@ def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()
         family=family,
         phase="comm",
         duration_us=us,
-        flops=0.0,
         assumed=shares,
         nbytes=message.message_bytes,
     )

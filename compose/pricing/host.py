@@ -81,7 +81,6 @@ def host_work(time: AssumedTime) -> PricedOp:
         family="host",
         phase=PYTHON,
         duration_us=time.total_us,
-        flops=0.0,
         assumed=time.shares,
     )
 
@@ -273,7 +272,6 @@ def on_host(name: str, nbytes: float, cluster: Cluster) -> PricedOp:
         family="host",
         phase=PYTHON,
         duration_us=nbytes / host_bytes_per_s(cluster) * 1e6,
-        flops=0.0,
         assumed=(("host.memory_bytes_per_s", 1.0),),
         nbytes=nbytes,
     )

@@ -71,7 +71,7 @@ class PricedOp:
     family: str
     phase: str
     duration_us: float
-    flops: float
+    flops: float = 0.0
     kernels: int = 1
     call_launches: float = 1.0
     assumed: AssumedShares = ()

@@ -59,7 +59,6 @@ def host_copy(way: str, nbytes: float, gpu: Gpu) -> PricedOp:
         family=UNMODELLED,
         phase="comm",
         duration_us=host_copy_us(nbytes, gpu),
-        flops=0.0,
         assumed=(("rank.offload_frac", 1.0),),
         nbytes=nbytes,
     )

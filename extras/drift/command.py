@@ -90,21 +90,12 @@ def measure(
     root: Path, device: str, bundle: LearnedBundle, name: str, budget_s: float, seed: int
 ) -> None:
     """Measure the points to compare into ``root``, with a progress bar."""
-    from itercast.eval.progress import progress_bar
+    from itercast.eval.progress import rows_bar
     from itercast.extras.drift.compare import measure_again
 
     gpu = known_gpu(bundle, name)
-    with progress_bar() as bar:
-        task = bar.add_task("check", total=1.0)
-        measure_again(
-            root,
-            device,
-            bundle,
-            gpu,
-            budget_s,
-            seed,
-            lambda rows, frac: bar.update(task, completed=frac, description=f"check {rows} rows"),
-        )
+    with rows_bar("check") as show:
+        measure_again(root, device, bundle, gpu, budget_s, seed, show)
 
 
 def check_tables(check: Check) -> list[Table]:

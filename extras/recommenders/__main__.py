@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from itercast.eval.progress import progress_bar
+from itercast.eval.progress import rows_bar
 from itercast.extras.benchmarks.gpu_report import error_table
 from itercast.extras.programs import run_program
 from itercast.extras.recommenders.choices import RANKS, judge_tasks, processes, with_bar
@@ -42,16 +42,9 @@ def main(
     console, bundle, begin = Console(width=110), out / "bundle", time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     write_points(out / "points.json", {**lookup_points(), **dense_points(), **message_points()})
-    with progress_bar() as bar:
-        task = bar.add_task("sweep", total=1.0)
-        rows = collect(
-            out / "datasets",
-            "cpu",
-            None,
-            budget,
-            progress=lambda n, frac: bar.update(task, completed=frac, description=f"sweep: {n}"),
-            wanted=out / "points.json",
-        )
+    wanted = out / "points.json"
+    with rows_bar("sweep") as show:
+        rows = collect(out / "datasets", "cpu", None, budget, progress=show, wanted=wanted)
     if rows or not (bundle / "bundle.json").is_file():
         train([out / "datasets"], bundle)
     first = Bench(ranks=ranks[0], bundle=bundle, out=out)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from itercast.capture.base.extensions import function_of
 from itercast.errors import when_stopped
-from itercast.eval.progress import progress_bar
+from itercast.eval.progress import progress_bar, rows_bar
 from itercast.eval.tables import sized, three_digits
 from itercast.microbench.hardware.machine import cpu_name
 
@@ -62,19 +62,9 @@ def sweep(
         if not families:
             return rows
     known_families(families)  # before the bar, so that a wrong name is one line
-    with progress_bar() as bar:
-        task = bar.add_task("sweep", total=1.0)
-        return rows + collect(
-            out,
-            device,
-            families,
-            budget_s,
-            seed,
-            lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
-            torchrun,
-            wanted,
-            devices,
-        )
+    with rows_bar("sweep") as show:
+        more = collect(out, device, families, budget_s, seed, show, torchrun, wanted, devices)
+    return rows + more
 
 
 def iterations(
