@@ -63,7 +63,8 @@ def kernel_ratio(
     """
     if not is_on("attention_kernels"):
         return 1.0
-    compute_share = _compute_share(family, p, gpu)
+    compute_s = float(family.flops(p)) / gpu.full_rate(p.dtype)
+    compute_share = compute_s / (compute_s + float(family.bytes_moved(p)) / gpu.hbm_bytes_per_s)
     log_of_rows = 0.0
     for (name, stack), weight in measured.items():
         if name in gpus:
@@ -79,9 +80,3 @@ def _over_newest(kernel: str, op: str, gpu: Gpu, compute_share: float) -> float:
     flash_2 = by_gpu.get(gpu.name, by_gpu.get(gpu.architecture, 1.0))
     base = 1.0 if kernel in NEWEST else flash_2
     return 1 + (base * OVER_FLASH_2.get(kernel, 1.0) - 1) * compute_share
-
-
-def _compute_share(family: Family, p: Any, gpu: Gpu) -> float:
-    """compute / (compute + memory) of the bounds of a call."""
-    compute_s = float(family.flops(p)) / gpu.full_rate(p.dtype)
-    return compute_s / (compute_s + float(family.bytes_moved(p)) / gpu.hbm_bytes_per_s)

@@ -10,7 +10,7 @@ from statistics import NormalDist, quantiles
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.durations import counted
-from itercast.capture.input.lane import Batches, InputLane
+from itercast.capture.input.lane import InputLane
 from itercast.compose.forecast import Forecast
 from itercast.compose.parallel.placement import host_cores
 from itercast.compose.simulate.rank import host_copy_us
@@ -94,7 +94,10 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
     bounds |= {"copying": copy_us} | ({"workers": worker_us} if workers else {})
     bounds["receiving" if workers else "loading"] = host_us + receive_us
     shortage = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
-    times = _worker_times(batches, crowd, shortage) if workers else batches.wall_us
+    times = batches.wall_us
+    if workers:  # these crowd, and cores may be short
+        pairs = zip(batches.wall_us, batches.cpu_us, strict=True)
+        times = tuple(shortage * (wall + (crowd - 1) * cpu) for wall, cpu in pairs)
     us = step.batches * _period_us(
         times, workers, workers * lane.prefetch, receive_us, host_us, (copy_us, device_us)
     )
@@ -116,12 +119,6 @@ def crowding(lane: InputLane, workers: int, cores: float) -> float:
         return 1.0
     share = (min(workers, cores) - 1) / (lane.crowd - 1)
     return 1.0 + (lane.crowding - 1.0) * min(1.0, max(0.0, share))
-
-
-def _worker_times(batches: Batches, crowding_factor: float, shortage: float) -> tuple[float, ...]:
-    """Times of batches in us where workers crowd and cores are short, by these factors."""
-    pairs = zip(batches.wall_us, batches.cpu_us, strict=True)
-    return tuple(shortage * (wall + (crowding_factor - 1) * cpu) for wall, cpu in pairs)
 
 
 def _period_us(

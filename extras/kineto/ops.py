@@ -123,7 +123,10 @@ def _with_training(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _attention(name: str, values: tuple[Any, ...]) -> tuple[str, Any] | None:
     """Fused attention; the log has (batch, length, heads, dim), the family heads before length."""
     query, bias, dropout, causal = ATTENTION[name]
-    tensors = [_heads_first(t) for t in values[: query + 3]]
+    tensors = list[TensorSpec]()
+    for t in values[: query + 3]:
+        batch, length, heads, dim = t.shape
+        tensors.append(TensorSpec(shape=(batch, heads, length, dim), dtype=t.dtype))
     facts = {
         "is_causal": values[causal] in (True, 1, 2),  # a flag, or a kind of mask (0: none)
         "dropout_p": float(values[dropout] or 0.0),
@@ -134,8 +137,3 @@ def _attention(name: str, values: tuple[Any, ...]) -> tuple[str, Any] | None:
     answer = families()["attention"].answers[op]
     point = answer(OpCall(op=op, args=tuple(tensors), kwargs=facts))
     return None if point is None else ("attention", point)
-
-
-def _heads_first(t: TensorSpec) -> TensorSpec:
-    batch, length, heads, dim = t.shape
-    return TensorSpec(shape=(batch, heads, length, dim), dtype=t.dtype)

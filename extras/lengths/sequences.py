@@ -211,7 +211,8 @@ def with_lengths(capture: StepCapture, lengths: Lengths, *, packed: bool) -> Ste
     count, length = lengths.attention
     calls, found = list[OpCall](), False
     for call in capture.calls:
-        if call.op in SDPA_OPS and _is_self_attention(call):
+        q, k = (call.args[-3].shape, call.args[-2].shape) if call.op in SDPA_OPS else ((), ())
+        if len(q) > 2 and q[-2] == k[-2] > 1:  # self-attention: as many queries as keys
             found = True
             sequences = (count, lengths.rows, length)
             call = replace(call, kwargs={**call.kwargs, "sequences": sequences})
@@ -219,9 +220,3 @@ def with_lengths(capture: StepCapture, lengths: Lengths, *, packed: bool) -> Ste
     if packed and not found:
         raise ValueError("packed sequences need fused attention (sdpa), and the model has none")
     return replace(capture, calls=tuple(calls), lengths=lengths.facts())
-
-
-def _is_self_attention(call: OpCall) -> bool:
-    """Whether there are as many queries as keys, and more than one."""
-    q, k = call.args[-3], call.args[-2]
-    return len(q.shape) > 2 and q.shape[-2] == k.shape[-2] > 1

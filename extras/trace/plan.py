@@ -49,8 +49,10 @@ def plan_trace(rank: Rank, optimizer: str) -> Trace:
     for stage, (mine, slices, bytes_) in enumerate(zip(parts, schedule, held, strict=True)):
         for i in range(shown):
             number = stage * alike + i
-            links = sorted({one.lane for one in sent if one.stage == stage})
-            trace.process(number, _name(plan, stage, i, alike, shown), [*_lanes(mine), *links])
+            used = {"schedule", *(task.lanes[0] for part in mine for task in part.tasks)}
+            lanes = [lane for lane in THREADS if lane in used]
+            lanes += sorted({one.lane for one in sent if one.stage == stage})
+            trace.process(number, _name(plan, stage, i, alike, shown), lanes)
             for name, span, micro in slices:
                 trace.slice(number, "schedule", name, span, name, micro_batch=micro)
             for part in mine:
@@ -72,12 +74,6 @@ def _name(plan: ParallelPlan, stage: int, i: int, alike: int, shown: int) -> str
     where = f", stage {stage}" if plan.pp > 1 else ""
     others = f", as {alike - 1} others" if shown < alike else ""
     return f"rank {stage * alike + i}{where}{others}"
-
-
-def _lanes(parts: Sequence[Part]) -> list[str]:
-    """The lanes that a rank uses, in order, with the schedule that its parts have."""
-    used = {task.lanes[0] for part in parts for task in part.tasks} | {"schedule"}
-    return [lane for lane in THREADS if lane in used]
 
 
 def _micro_batches(rank: Rank, optimizer: str) -> list[Part]:

@@ -12,7 +12,6 @@ from typing import Any
 from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import cpu_name, gpu_of, measure_cpu
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.store import Row
 from itercast.microbench.timing.nvml import driver_version
@@ -23,7 +22,10 @@ COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is
 def card_facts(root: Path, device: str) -> Row:
     """Facts for every card of this sweep: machine, versions, date."""
     hardware = store.read_hardware([root])
-    gpu = hardware.get(cpu_name()) or _this_cpu() if device == "cpu" else cuda_gpu()
+    gpu = hardware.get(cpu_name()) if device == "cpu" else cuda_gpu()
+    if gpu is None:
+        VirtualCores().settle()
+        gpu = measure_cpu()
     return {
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
@@ -32,11 +34,6 @@ def card_facts(root: Path, device: str) -> Row:
         | (cuda_versions() if device == "cuda" else {}),
         "hardware": hardware.get(gpu.name, gpu).to_dict(),
     }
-
-
-def _this_cpu() -> Gpu:
-    VirtualCores().settle()
-    return measure_cpu()
 
 
 def cuda_versions() -> dict[str, str]:

@@ -262,14 +262,10 @@ def _run_once(order: WorkerOrder, state: Callable[[], object], until_s: float) -
             under_way_path(order).unlink(missing_ok=True)
     if process.returncode != 0:
         store.check_room(Path(order.root))
-        _log_failure(order, ended, process.returncode)
+        output = log_tail(order.printed) if order.device == "cuda" else ""
+        what = (order.families[0], ended, process.returncode, output)
+        log.warning("worker of %s %s, exit code %d: %s", *what)
     return int(process.returncode)
-
-
-def _log_failure(order: WorkerOrder, ended: str, code: int) -> None:
-    """Log one line on a worker that failed or was killed."""
-    output = log_tail(order.printed) if order.device == "cuda" else ""
-    log.warning("worker of %s %s, exit code %d: %s", order.families[0], ended, code, output)
 
 
 def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:

@@ -152,12 +152,13 @@ def rank_memory(
     in_micro = _fullest(sizes, ranks, strategy, round(others), known)
     gradients, activations, temporary = max((summed, 0, max(of_update, packed)), in_micro, key=sum)
     old_weights = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs
+    in_buckets = [sizes.dense, sizes.experts] if strategy.expert_replicas > 1 else [sizes.dense]
     by_purpose = {
         "parameters": sizes.parameters - sharded + shards + old_weights,
         "gradients": gradients,
         "optimizer": state - fetched + outer,
         "activations": activations,
-        "buckets": _bucketed(sizes, strategy),
+        "buckets": sum(part.nbytes for part in in_buckets) if strategy.buckets else 0,
         "temporary": temporary,
     }
     for name, value in plan.more:
@@ -171,13 +172,6 @@ def held_by_software(
     """Whether the software sums gradients in a buffer, and what is held of a parameter by dtype."""
     buffered = not held.keys().isdisjoint({*sizes.dense.by_dtype, *sizes.experts.by_dtype})
     return buffered, IN_FP32 if plan.amp and plan.zero and not buffered else held
-
-
-def _bucketed(sizes: Sizes, strategy: Strategy) -> int:
-    """Bytes of a second copy of gradients: experts that no other rank has are in no bucket."""
-    if not strategy.buckets:
-        return 0
-    return sizes.dense.nbytes + (sizes.experts.nbytes if strategy.expert_replicas > 1 else 0)
 
 
 def _sharded(sizes: Sizes, ranks: Ranks, strategy: Strategy) -> tuple[int, int]:

@@ -150,7 +150,8 @@ class Forecaster:
                 steps[BESIDE[part]] += sum(lane_us.get(at, 0.0) for at in beside)
         pairs = zip(outcome.tasks, outcome.spans, strict=True)
         optimizer_us = sum(span.duration_us for task, span in pairs if task.name == "optimizer")
-        steps["update tables"] = self._update_us(rank)
+        updates = self.book.price(list(rank.model.graph.tables))
+        steps["update tables"] = rank.ranks_per_core * sum(op.duration_us for op in updates)
         steps["optimizer"] = optimizer_us - steps["update tables"]
         steps["reduce gradients"] = outcome.exposed_comm_us - sent_us
         steps["wait for the host"] = outcome.idle_us
@@ -159,11 +160,6 @@ class Forecaster:
         tables_us = sum(steps[name] for name in OF_TABLES)
         kept = 1 - left / tables_us if tables_us else 1.0  # 0: the slowest rank holds no table
         return {name: us * (kept if name in OF_TABLES else 1) for name, us in steps.items()}
-
-    def _update_us(self, rank: Rank) -> float:
-        """Time of the calls that update shards."""
-        ops = self.book.price(list(rank.model.graph.tables))
-        return rank.ranks_per_core * sum(op.duration_us for op in ops)
 
 
 def left_us(lookup_us: Sequence[float], ranks_per_core: float) -> float:
