@@ -42,7 +42,7 @@ def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:
     return TensorSpec(shape=shape, dtype=dtype, storage=storage)
 
 
-def call(op: str, inputs: list[TensorSpec], output: TensorSpec, phase: str = "forward") -> OpCall:
+def call(op: str, inputs: list[Any], output: TensorSpec, phase: str = "forward") -> OpCall:
     return OpCall(op=f"aten.{op}", args=tuple(inputs), outputs=(output,), phase=phase)
 
 

@@ -99,15 +99,10 @@ def test_a_row_is_read_again_where_its_outputs_await_all_of_it() -> None:
     root = call("rsqrt.default", [rows], tensor(6, 4, 1))  # a number per row, between the two
     scaled = call("mul.Tensor", [x, tensor(6, 4, 1)], y)
     assert kernel(mean, root, scaled).again_bytes == 128
-    grads = OpCall(
-        op="aten.native_layer_norm_backward.default",
-        args=(y, x, (8,), rows, tensor(5, 4, 1), tensor(3, 8)),
-        outputs=(tensor(9, 4, 8),),
-    )
+    inputs = [y, x, (8,), rows, tensor(5, 4, 1), tensor(3, 8)]
+    grads = call("native_layer_norm_backward.default", inputs, tensor(9, 4, 8))
     assert (kernel(grads).again_bytes, kernel(grads).row_bytes) == (256, 64)  # gradient and input
-    softmax_grads = OpCall(
-        op="aten._softmax_backward_data.default", args=(y, x, 1), outputs=(tensor(9, 4, 8),)
-    )
+    softmax_grads = call("_softmax_backward_data.default", [y, x, 1], tensor(9, 4, 8))
     assert kernel(softmax_grads).again_bytes == 256
     once = (kernel(mean), kernel(mean, root), kernel(call("relu.default", [x], y)))
     assert {(k.again_bytes, k.row_bytes) for k in once} == {(0, 0)}
@@ -314,9 +309,7 @@ def test_long_chains_that_branch_are_followed_once() -> None:
     chain = [call("mul.Tensor", [tensor(n, 4, 8)] * 2, tensor(n + 1, 4, 8)) for n in range(100)]
     grads = call("mul.Tensor", [tensor(99, 4, 8), tensor(100, 4, 8)], tensor(101, 4, 8), "backward")
     assert kernels(*chain, grads) == [(100, 128, 128), (1, 128, 128)]
-    sums = OpCall(
-        op="aten.sum.dim_IntList", args=(tensor(100, 4, 8), (0,)), outputs=(tensor(200, 8),)
-    )
+    sums = call("sum.dim_IntList", [tensor(100, 4, 8), (0,)], tensor(200, 8))
     assert kernels(*chain, sums) == [(101, 128, 32)]
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from plan_case import Fixed, tensor
+from plan_case import Fixed, call, tensor
 
-from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast
 from itercast.compose.machines.factors import NONE, Factors
@@ -31,16 +31,8 @@ class Tens(Fixed):
 
 def step() -> StepCapture:
     """A product and an addition, with an event of Python of 3 us."""
-    product = OpCall(
-        op="aten.mm.default",
-        args=(tensor(0, 10, 10), tensor(1, 10, 10)),
-        outputs=(tensor(2, 10, 10),),
-    )
-    add = OpCall(
-        op="aten.add.Tensor",
-        args=(tensor(2, 10, 10), tensor(0, 10, 10)),
-        outputs=(tensor(3, 10, 10),),
-    )
+    product = call("mm.default", [tensor(0, 10, 10), tensor(1, 10, 10)], tensor(2, 10, 10))
+    add = call("add.Tensor", [tensor(2, 10, 10), tensor(0, 10, 10)], tensor(3, 10, 10))
     return StepCapture(calls=(product, add), host={"module_call": 1}, optimizer="adamw")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_case import CPU, Fixed, tensor
+from plan_case import CPU, Fixed, call, tensor
 from unseen_ops import GPU, MODELS, learned
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
@@ -149,11 +149,7 @@ def test_a_graph_is_launched_once_whatever_its_layers_count() -> None:
     spec: dict[str, Any] = {"shape": (4, 8), "dtype": "fp32", "ready_after": -1}
     weights = tuple(ParamSpec(name=f"blocks.{i}.w", storage=10 + i, **spec) for i in range(2))
     calls = tuple(
-        OpCall(
-            op="aten.mul.Tensor",
-            args=(tensor(i, 4, 8), tensor(10 + i, 4, 8)),
-            outputs=(tensor(i + 1, 4, 8),),
-        )
+        call("mul.Tensor", [tensor(i, 4, 8), tensor(10 + i, 4, 8)], tensor(i + 1, 4, 8))
         for i in range(2)
     )
     step = StepCapture(calls=calls, parameters=weights, repeats={"blocks": 8})
@@ -165,9 +161,7 @@ def test_a_graph_is_launched_once_whatever_its_layers_count() -> None:
 
 
 def product() -> OpCall:
-    return OpCall(
-        op="aten.mm.default", args=(tensor(0, 4, 8), tensor(4, 8, 8)), outputs=(tensor(5, 4, 8),)
-    )
+    return call("mm.default", [tensor(0, 4, 8), tensor(4, 8, 8)], tensor(5, 4, 8))
 
 
 def test_a_named_host_sets_the_times_of_all_events_and_calls() -> None:
