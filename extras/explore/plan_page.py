@@ -84,9 +84,9 @@ def plan_page(
         _parts([reports[plan] for plan in dict.fromkeys([*best, simple])], simple),
         _memory(reports, held),
     ]
-    tiles = [_tile("Best", reports[best[0]], facts)]
+    tiles = [_tile("Best", reports[best[0]])]
     if simple != best[0]:
-        tiles.append(_tile("Simplest that may be as good", reports[simple], facts))
+        tiles.append(_tile("Simplest that may be as good", reports[simple]))
     about = {name: str(facts[name]) for name in ("global_batch", "seq", "dtype", "optimizer")}
     return render(title, tiles, sections, {k.replace("_", " "): v for k, v in about.items()}, {})
 
@@ -96,7 +96,7 @@ def _short(plan: str) -> str:
     return plan.partition(",node=")[0] or "one process"
 
 
-def _tile(label: str, r: Forecast, facts: Facts) -> Tile:
+def _tile(label: str, r: Forecast) -> Tile:
     """A plan with its time, memory and utilisation."""
     memory = f"{r.memory_bytes / 1e9:.1f} of {r.memory_room_bytes / 1e9:.1f} GB"
     sure = r.memory_verdict == FITS
