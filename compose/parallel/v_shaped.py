@@ -18,7 +18,7 @@ class _Order:
         self.late = deque[tuple[int, int]]()  # micro-batch and chunk of weight gradients to come
 
     def add(self, times: int, *steps: str) -> None:
-        """Add steps such as F0 and B1; W without a chunk: the oldest weight gradients."""
+        """Add steps: F0 is the forward of chunk 0; W the weight gradients that wait longest."""
         for step in steps * times:
             kind, chunk = step[0], int(step[1:] or 0)
             if step == "W":

@@ -172,7 +172,7 @@ def _places_of(layer: Layer, capture: StepCapture, numbers: Sequence[int]) -> Pl
 
 
 def _span_run_again(layer: Layer, capture: StepCapture, stack: str) -> Sequence[int]:
-    """From the layer's input up to the last result that its backward reads, or all of it.
+    """The calls that run again: up to the last result that the layer's backward reads, or all.
 
     torch.utils.checkpoint of torch 2.1 and later stops there; older stacks run the whole layer.
     """

@@ -244,9 +244,9 @@ def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
-    """Host time of ``share`` of a layer's FSDP hooks, called ``times`` times.
+    """Host time of a layer's FSDP hooks in forward, backward or both, called ``times`` times.
 
-    ``share``: FORWARD_SHARE, the rest (backward), or 1.
+    ``share`` of a hook's time: FORWARD_SHARE, the rest of it for backward, or 1 for both.
     """
     hooks_by_share = Unit.of(program, x).hooks
     if share not in hooks_by_share:
@@ -295,7 +295,7 @@ def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
 
 
 def summed_shares(layers: Sequence[PricedLayer], rank: Rank) -> list[Message]:
-    """All_reduces of a rank's shards of gradients (or parameters) among the groups that shard."""
+    """The all_reduces of shards of gradients (or parameters) among groups that shard alike."""
     plan, sums = rank.plan, list[Message]()
     groups_by_axis = {
         "replicate": plan.dp * plan.cp // plan.shards,

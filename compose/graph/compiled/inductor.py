@@ -216,7 +216,7 @@ class _Uses(MakersAndReaders):
             yield from self.again.get(t.storage, (t,)) if is_backward(self.calls[i]) else (t,)
 
     def is_needed(self, t: TensorSpec, kernel: _Kernel) -> bool:
-        """Whether a kernel writes a result: another kernel reads it, or the step ends with it."""
+        """Whether a kernel writes a result: another kernel reads it, or the step keeps it."""
         readers = set(self.readers.get(t.storage, ()))
         if t.storage in kernel.copies:
             return False

@@ -92,7 +92,7 @@ class _Casts:
         self._call(user, LARGEST, (wide, (), False), (scale,))
 
     def _cast(self, storage: int, user: OpCall, copies: list[int]) -> None:
-        """Add the cast of the source of ``storage`` into these new storages."""
+        """Add the cast of the source of ``storage``; ``copies``: new storages that it writes."""
         source = self.sources[storage]
         outputs = (replace(source.wide, dtype=FP8, storage=copy) for copy in copies)
         self._call(user, CAST, (source.wide, source.scale), tuple(outputs))
