@@ -211,8 +211,8 @@ def with_lengths(capture: StepCapture, lengths: Lengths, *, packed: bool) -> Ste
     count, length = lengths.attention
     calls, found = list[OpCall](), False
     for call in capture.calls:
-        q, k = (call.args[-3].shape, call.args[-2].shape) if call.op in SDPA_OPS else ((), ())
-        if len(q) > 2 and q[-2] == k[-2] > 1:  # self-attention: as many queries as keys
+        q: tuple[int, ...] = call.args[-3].shape if call.op in SDPA_OPS else ()
+        if len(q) > 2 and q[-2] == call.args[-2].shape[-2] > 1:  # as many queries as keys
             found = True
             sequences = (count, lengths.rows, length)
             call = replace(call, kwargs={**call.kwargs, "sequences": sequences})
