@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,14 +28,17 @@ def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
         def map_(dataset: Any, *args: Any, **options: Any) -> Any:
             if len(dataset) <= ROWS or not log.live_bytes:
                 return whole(dataset, *args, **options)
-            before, few = log.gpu_memory.ops, {"new_fingerprint": None, "num_proc": None}
-            head = whole(dataset.select(range(ROWS)), *args, **{**options, **few})
+            before, few = log.gpu_memory.ops, {**options, "num_proc": None}
+            if name := options.get("new_fingerprint"):  # else what runs would be pickled for one
+                few["new_fingerprint"] = f"{ROWS}-{name}"[:64]
+            head = whole(dataset.select(range(ROWS)), *args, **few)
             if log.gpu_memory.ops == before or not len(head):
                 return whole(dataset, *args, **options)
             copied = f"{ROWS} of a data set's {len(dataset):,} rows are mapped through a model"
             log.guesses.setdefault(f"{copied}, others are copies", traceback.extract_stack())
-            count = round(len(dataset) * len(head) / ROWS)
-            return head.select([row % len(head) for row in range(count)])
+            copies = [head] * -(-len(dataset) // ROWS)
+            made = sys.modules["datasets"].concatenate_datasets(copies)
+            return made.select(range(round(len(dataset) * len(head) / ROWS)))
 
         stack.enter_context(patch.object(module.Dataset, "map", map_))
 

@@ -124,6 +124,10 @@ class Dataset:
         parts = (self.rows[i : i + batch_size] for i in range(0, len(self), batch_size))
         return Dataset([row for part in parts for row in function(part)])
 """
+JOINING = """
+def concatenate_datasets(parts):
+    return type(parts[0])([row for part in parts for row in part.rows])
+"""
 MAPPED = """
 import torch
 from datasets.arrow_dataset import Dataset
@@ -150,6 +154,7 @@ def test_some_rows_of_a_data_set_go_through_a_frozen_model(
     """Of 48 rows the encoder sees 16, the others are copies; a function on the host sees all."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "arrow_dataset.py").write_text(PACKAGE)
+    (tmp_path / "datasets" / "__init__.py").write_text(JOINING)
     capture = captured(written(tmp_path, MAPPED.replace("DEVICE", repr(device))), gpus=1)
     (product,) = (c for c in capture.ranks[0].calls if c.op == "aten.addmm.default")
     assert product.outputs[0].shape == (rows, 1)
