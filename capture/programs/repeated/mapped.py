@@ -28,9 +28,10 @@ def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
         def map_(dataset: Any, *args: Any, **options: Any) -> Any:
             if len(dataset) <= ROWS or not log.live_bytes:
                 return whole(dataset, *args, **options)
-            before, few = log.gpu_memory.ops, {**options, "num_proc": None}
+            few = {**options, "num_proc": None, "load_from_cache_file": False}
             if name := options.get("new_fingerprint"):  # else what runs would be pickled for one
                 few["new_fingerprint"] = f"{ROWS}-{name}"[:64]
+            before = log.gpu_memory.ops
             head = whole(dataset.select(range(ROWS)), *args, **few)
             if log.gpu_memory.ops == before or not len(head):
                 return whole(dataset, *args, **options)

@@ -120,7 +120,8 @@ class Dataset:
         return len(self.rows)
     def select(self, places):
         return Dataset([self.rows[i] for i in places])
-    def map(self, function, batched=False, batch_size=1000, num_proc=None, new_fingerprint=None):
+    def map(self, function, batched=False, batch_size=1000, **options):
+        assert len(self) > 16 or not options["load_from_cache_file"]
         parts = (self.rows[i : i + batch_size] for i in range(0, len(self), batch_size))
         return Dataset([row for part in parts for row in function(part)])
 """
