@@ -281,7 +281,7 @@ class ScriptProcess:
             if doing := self._doing():
                 self._tell(doing)
             if now_s > end_s:
-                late = f"{self.script.name} made too few steps within {self.limit_s} s"
+                late = f"{self.script.name} made too few steps within {self.limit_s} s (--limit)"
                 raise ValueError(f"{late}: {doing}" if doing else late)
         if code := self.process.poll():
             kind = ScriptStopsError if code == STOPS else ValueError

@@ -234,7 +234,7 @@ def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
 def _question(row: ScriptForecast) -> Row:
     """``question``: all options, with defaults of those not given; ``command``: a line with them.
 
-    ``batch``: samples that a rank loads in a step, where a DataLoader says so.
+    ``batch``: samples that a rank loads in a step, or rows that its model is given.
     """
     order, forecast = row.order, row.forecast
     options: Row = {"gpu": forecast.gpu, "gpus": forecast.world_size}
@@ -244,7 +244,7 @@ def _question(row: ScriptForecast) -> Row:
     stated = {name: value for name, value in options.items() if value}
     script = ["--module", order.module] if order.module else [str(order.path)]
     question = {"script": script[-1], "arguments": list(order.arguments), **stated}
-    question |= {"batch": row.captured.program.samples}
+    question |= {"batch": row.captured.program.samples or row.captured.program.rows_given}
     words = shlex.join([*script, *order.arguments])
     return {"question": question, "command": f"{command('run', stated)} {words}"}
 

@@ -423,7 +423,7 @@ def test_a_script_that_takes_too_long_says_its_line(
     monkeypatch.setattr("itercast.eval.progress.FIRST_LINE_S", 0.0)
     code, _, said = run("--limit=1000", str(endless))
     doing = f"no step of an optimizer yet (endless.py:1: {line})\n"
-    assert code == 2 and said.endswith(f"made too few steps within 1000 s: {doing}")
+    assert code == 2 and said.endswith(f"made too few steps within 1000 s (--limit): {doing}")
     assert "running endless.py as rank 0 of 1: no step of an optimizer yet" in said
 
 

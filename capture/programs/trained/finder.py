@@ -247,7 +247,8 @@ class Finder:
             raise ValueError("no model found: no module is called in training before a step")
         if len(calls) > 1:
             names = " and ".join(dict.fromkeys(call.name for call in calls))
-            raise ValueError(f"it makes {len(calls)} steps in turn, of {names}: plans are of one")
+            turns = f"it makes {len(calls)} steps in turn, of {names}"
+            raise ValueError(f"{turns}: plans are of one, itercast run forecasts it as it is")
         if calls[0].tape is None:
             name = type(calls[0].wrapped[0]).__name__
             raise ValueError(f"the loss is no function of torch of what {name} returns")
