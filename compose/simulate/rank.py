@@ -267,7 +267,7 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A simulated rank program: its tasks, their spans, and the ops added to the layers' own.
+    """What a rank ran in a simulation: tasks, their spans, and ops added to the layers' own.
 
     ``blocking_us``: of compute tasks the part that waits for collectives. ``queued_us``: what the
     GPU still computes where a program's host takes batches, in all of a step.
