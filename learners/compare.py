@@ -9,7 +9,7 @@ from itercast.learners.models import trees
 from itercast.learners.models.compared import LEARNERS, PHYSICS, Inputs
 from itercast.learners.models.ensemble import QUICK_ROUNDS
 from itercast.learners.models.training_table import Array
-from itercast.learners.models.trees import Options, Rounds, Trees
+from itercast.learners.models.trees import Options, Rounds
 
 
 def inputs_of(prepared: Prepared) -> Inputs:
@@ -37,15 +37,9 @@ def held_out_us(
         forecasts_us[name] = fit(train, time_us[train_rows])(test)
         seconds[name] = time.monotonic() - begin
     begin = time.monotonic()
-    boosted = learned.ensemble.trees or _trees(
-        prepared, train_rows, learned.crossed.rounds, options
-    )
+    rounds = learned.crossed.rounds or Rounds(common=trees.SHARED_ROUNDS + QUICK_ROUNDS)
+    known = prepared.table.take(train_rows)
+    boosted = learned.ensemble.trees or trees.refit(known, options, rounds)
     forecasts_us[PHYSICS] = trees.predict_us(boosted, test.x, test.roofline_us)
     seconds[PHYSICS] = time.monotonic() - begin
     return forecasts_us
-
-
-def _trees(prepared: Prepared, train_rows: Array, rounds: Rounds | None, options: Options) -> Trees:
-    """The boosted trees of a family whose ensemble has none."""
-    usual_rounds = Rounds(common=trees.SHARED_ROUNDS + QUICK_ROUNDS)
-    return trees.refit(prepared.table.take(train_rows), options, rounds or usual_rounds)

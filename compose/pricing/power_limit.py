@@ -35,7 +35,10 @@ def sustained_flops_per_s(gpu: Gpu, dtype: str) -> float:
     In a dtype that the reference states no rate of, its bf16 rate times the ratio of the peaks.
     """
     reference = _reference(gpu.architecture)
-    if not (is_on("power_limit") and reference and gpu.power_w and _same_sms(gpu, reference)):
+    if not (is_on("power_limit") and reference and gpu.power_w):
+        return float("inf")
+    per_clock = [x.full_rate("bf16") / (x.sm_count * x.clock_hz) for x in (gpu, reference)]
+    if max(per_clock) > (1 + SAME_SMS) * min(per_clock):  # other tensor cores
         return float("inf")
     rated_dtype = dtype if dtype in reference.achieved_flops_per_s else "bf16"
     scale = gpu.peak(dtype) / gpu.peak(rated_dtype)
@@ -43,12 +46,6 @@ def sustained_flops_per_s(gpu: Gpu, dtype: str) -> float:
     power = gpu.power_w / reference.power_w
     rate = reference.achieved_flops_per_s[rated_dtype] * sms * (power / sms) ** CLOCK_EXPONENT
     return float(scale * rate)
-
-
-def _same_sms(a: Gpu, b: Gpu) -> bool:
-    """Whether both have the same tensor cores: bf16 FLOP per SM and clock within SAME_SMS."""
-    rates = [gpu.full_rate("bf16") / (gpu.sm_count * gpu.clock_hz) for gpu in (a, b)]
-    return max(rates) <= (1 + SAME_SMS) * min(rates)
 
 
 def throttled_us(gpu: Gpu, dtype: str, us: float, flops: float) -> float:

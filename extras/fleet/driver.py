@@ -190,7 +190,9 @@ class Driver:
         state = result["state"]
         retry = ""
         if state in (REFUSED, THROTTLED) and not entry.moved:
-            entry.moved, entry.avoid = True, self._avoided(result.get("node", ""))
+            node, alive = result.get("node", ""), self._alive()
+            avoided = (node,) if node in alive and len(alive) > 1 else ()
+            entry.moved, entry.avoid = True, avoided
             retry = "goes elsewhere"
         elif state == "failed" and entry.tries < MAX_TRIES and time.time() < self.until:
             entry.tries += 1
@@ -202,11 +204,6 @@ class Driver:
             return ""
         self.on_end(chunk, result)
         return str(state)
-
-    def _avoided(self, node: str) -> tuple[str, ...]:
-        """The node to avoid, where there is another one to go to."""
-        alive = self._alive()
-        return (node,) if node in alive and len(alive) > 1 else ()
 
 
 def task_options(kind: Machines, chunk: Chunk) -> Row:

@@ -180,12 +180,6 @@ def _pair(values: Argument, default: tuple[int, int]) -> tuple[int, int]:
     return (int(values[0]), int(values[-1]))
 
 
-def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """(batch, channels, h, w); an image without batch has batch 1."""
-    batch, channels, h, w = (1, *shape) if len(shape) == 3 else shape
-    return batch, channels, h, w
-
-
 def from_call(call: OpCall) -> Pooling | None:
     """Describe a pooling call (x, ...), a backward (grad, x, ...), or resizing and its backward.
 
@@ -202,7 +196,7 @@ def from_call(call: OpCall) -> Pooling | None:
     window = _window(base, call.args[2 if backward else 1 :]) if base in WINDOWED else {}
     if window is None or min(*x_shape, *out_shape) < 1:
         return None
-    batch, channels, h, w = _image(tuple(x_shape))
+    batch, channels, h, w = (1, *x_shape) if len(x_shape) == 3 else x_shape
     return Pooling(
         op=SAME_AS.get(base, base) + ("_backward" if backward else ""),
         batch=batch,

@@ -20,7 +20,6 @@ from itercast.extras.recommenders.tables.batched_tables import BatchedStep, as_s
 from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.fetched_rows import with_frozen_tables_in
 from itercast.extras.recommenders.tables.placement import (
-    Placement,
     check_sharding,
     from_torchrec,
     memory_bytes,
@@ -110,8 +109,11 @@ def _slowest_rank(
     every = [t.table for t in tables]
     sharding = times.greedy(state) if text is None else from_torchrec(text, every)
     check_sharding(sharding, every, ranks, per_node)
-    if tier is not None:
-        sharding = tuple(_in_tier(p, *tier) for p in sharding)
+    if tier is not None:  # copies stay in the GPU's own memory
+        sharding = tuple(
+            p if p.kind == "data_parallel" else replace(p, tier=tier[0], cached=tier[1])
+            for p in sharding
+        )
     rank = times.slowest(sharding)
     kind = BatchedStep if software.batched else RankStep
     pairs = zip(tables, sharding, strict=True)
@@ -129,11 +131,6 @@ def _slowest_rank(
         },
         outside=weights != whole,
     )
-
-
-def _in_tier(place: Placement, tier: str, cached: float) -> Placement:
-    """The placement in a tier of memory; copies stay in the GPU's own."""
-    return place if place.kind == "data_parallel" else replace(place, tier=tier, cached=cached)
 
 
 def compressed_vectors(step: StepCapture, codec: Codec | None) -> StepCapture:
