@@ -116,7 +116,7 @@ class TensorSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements in memory: of a sparse tensor its stored values."""
+        """Number of elements in memory; for a sparse tensor, of its stored values."""
         return self.nnz if self.layout else prod(self.shape)
 
     @cached_property

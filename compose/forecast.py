@@ -114,7 +114,7 @@ class Forecast:
 
     @property
     def lanes_us(self) -> tuple[float, ...]:
-        """Of the slowest rank: compute, exposed communication, bubble, gaps of the host, waiting.
+        """The slowest rank's compute, exposed communication, bubble, gaps of the host, waiting.
 
         They add up to the iteration.
         """

@@ -99,7 +99,7 @@ class Target:
 
     @property
     def machine(self) -> Factors:
-        """The factors of what it runs on: of the machine that is known, else of a typical one."""
+        """The factors of the machine: of the one that is known, else of a typical one."""
         if self.gpu.kind == "cpu":
             return NONE
         return (self.known or typical()).factors(self.model)

@@ -29,7 +29,7 @@ class ErrorParts:
 
 
 def factors(results: Sequence[CaseResult]) -> dict[str, float]:
-    """By part, the factor on its forecast time minus 1 that explains the cases' errors best.
+    """For each part, the factor on its forecast time, minus 1, that explains errors best.
 
     Ridge regression of (measured - predicted) / measured on the parts' shares: errors have the
     standard deviation NOISE, factors are drawn towards 1 as by a normal distribution around it with

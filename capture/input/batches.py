@@ -156,7 +156,7 @@ def _fill_collator(collate: Any, known_values: KnownValues) -> None:
 
 
 def _with_data(known_values: KnownValues, value: Any) -> Any:
-    """A real tensor for a fake one: of its known values, else zeros; other values as they are."""
+    """A real tensor for a fake one, with its known values or zeros; other values as they are."""
     if not isinstance(value, FakeTensor):
         return value
     values = known_values(value)

@@ -173,13 +173,13 @@ def _programs(line: str) -> list[str]:
 
 
 def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
-    """As ``torch.multiprocessing.spawn``: of its processes, this rank's runs here."""
+    """As ``torch.multiprocessing.spawn``, but only this rank's process runs, here."""
     function(int(os.environ["LOCAL_RANK"]), *args)
 
 
 @contextmanager
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Of processes that the script starts for its ranks, run this rank's here, no other.
+    """Run here, of the processes that a script starts for its ranks, this rank's alone.
 
     Those of one target function are the ranks, in order. Daemons, such as readers of data, and
     processes that modules outside of its folder start, are threads.

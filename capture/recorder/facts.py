@@ -57,7 +57,7 @@ def is_small_integer(tensor: Tensor) -> bool:
 
 
 def is_computed(tensor: Tensor) -> bool:
-    """Whether known values of a tensor are followed: of few elements, or of more integers."""
+    """Whether a tensor's known values are followed: it has few elements, or more integers."""
     few = tensor.layout == torch.strided and tensor.numel() <= FILLED_LIMIT
     return few or is_small_integer(tensor)
 
@@ -230,7 +230,7 @@ def reads_numbers(func: OpOverload) -> bool:
 
 @cache
 def may_be_certain(name: str) -> bool:
-    """Whether ``filled`` or ``absorbed`` may know an op's values: of most ops neither does."""
+    """Whether ``filled`` or ``absorbed`` may know an op's values; for most ops neither does."""
     return _fills(name) in (*NUMBERS, *GIVEN) or name.removesuffix("_") in (*AND, *OR)
 
 

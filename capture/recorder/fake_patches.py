@@ -113,7 +113,7 @@ def _new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
 
 
 def _read(data: Any) -> Any:
-    """Data for ``torch.tensor``: tensors inside lists, of one number each, become that number."""
+    """Data for ``torch.tensor``: tensors of one number inside lists become that number."""
     if isinstance(data, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in data):
         return [x.item() if isinstance(x, Tensor) else _read(x) for x in data]
     return data

@@ -170,7 +170,7 @@ def _touches(calls: Sequence[OpCall]) -> Iterator[list[_Touch]]:
 
 
 def _makers(calls: Sequence[OpCall]) -> dict[int, int]:
-    """Index of the call that makes each storage, of those that do not exist before the step."""
+    """Index of the call that makes each storage that does not exist before the step."""
     maker_of, used = dict[int, int](), set[int]()
     for number, call in enumerate(calls):
         used |= {t.storage for t in call.tensors()}

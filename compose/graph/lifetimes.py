@@ -134,7 +134,7 @@ def _held(
 
 
 def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
-    """By storage of a result of forward: the tensor that backward reads in place of it.
+    """The tensor that backward reads in place of a result of forward, by the result's storage.
 
     One in the same storage is a part of the result, which alone is kept.
     """

@@ -55,7 +55,7 @@ class Cut:
 
 
 def cut_along(t: TensorSpec, dim: int, *, length: int = 0, tokens: bool = False) -> Cut:
-    """The cut of a tensor along ``dim``, of all of it or of its innermost ``length`` elements."""
+    """The cut of a tensor along ``dim``: of the whole, or of its innermost ``length`` elements."""
     stride = strides(t)[dim]
     return Cut(start=stride, end=stride * (length or t.shape[dim]), tokens=tokens)
 

@@ -60,7 +60,7 @@ class Crossing:
 
 
 def rate_of_cpu(node: Node) -> float:
-    """Bytes/s of the network of a CPU in one direction, of all its ranks together."""
+    """Bytes/s in one direction over a CPU's network, for all its ranks together."""
     return node.network_bytes_per_s * node.gpus_per_node
 
 

@@ -59,7 +59,7 @@ def _gathers_in_each(rank: Rank) -> bool:
 
 
 def _stage_times_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """Times in us of a micro-batch on each stage: of all layers, and of compute others wait for.
+    """Times in us of a micro-batch on each stage: for all layers, and for what others wait for.
 
     These wait for all of the stage's first chunk but weight gradients, where the schedule cuts
     backward.

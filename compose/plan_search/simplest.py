@@ -17,7 +17,7 @@ GIVEN = ("node", "amp", "nodes")  # keys that a search does not choose
 
 @lru_cache(maxsize=2**14)
 def keys(plan: ParallelPlan) -> int:
-    """How many keys a plan has, of those that one chooses."""
+    """How many keys of a plan are chosen by a search or a user."""
     parts = str(plan).split(",")
     return sum(part.partition("=")[0] not in GIVEN and part != "dp=1" for part in parts)
 

@@ -229,7 +229,7 @@ class PriceBook:
         return w.paddable and self.gpu.kind != "cpu" and "gemm" in self.models
 
     def _run_parts(self, w: Priceable, parts: Sequence[Part]) -> Sequence[Part]:
-        """Those of an op's parts that run: of a product that may be padded the faster ones."""
+        """The parts of an op that run; if a product may be padded, the faster way's parts."""
         if not self._may_pad(w):
             return parts
         count = len(padded_parts(w.run_by(self.gpu).params))
@@ -281,7 +281,7 @@ class PriceBook:
         return part.times * ((1 - cold) * warm_us + cold * cold_us)
 
     def _roofline_us(self, w: Priceable, flops: float, parts_us: float) -> float:
-        """Time of an op without a model: of its parts, else its bytes; at least of its flops."""
+        """Time of an op without a model: its parts' time, else its bytes'; at least its flops'."""
         bytes_us = w.bytes_on(self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
         peak = self.gpu.peak(getattr(w.params, "dtype", "fp32"))
         return max(parts_us or bytes_us, flops / peak * 1e6)
@@ -321,7 +321,7 @@ class PriceBook:
 
 @cached_by_identity
 def _books(pricer: Bundle, gpu: Gpu, stack: str, host: HostMachine) -> dict[int, PriceBook]:
-    """Price books by threads of a rank: of a CPU all its cores, half of them... down to 1."""
+    """Price books by threads of a rank: on a CPU all its cores, half of them... down to 1."""
     by_threads: dict[int, Prices] = {}
     cores = gpu.sm_count if gpu.kind == "cpu" else 0
     numbers = {max(1, cores >> halvings) for halvings in range(cores.bit_length())} or {0}

@@ -82,7 +82,7 @@ class AskedCalls:
 
 
 def message_of(call: OpCall) -> Message:
-    """The message of a collective call: of a plan along an axis, of a program among its ranks."""
+    """The message of a collective call: in a plan along an axis, in a program among its ranks."""
     t, facts = call.args[0], call.kwargs
     stated = "bytes" in facts  # by a program
     return Message(

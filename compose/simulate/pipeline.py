@@ -279,7 +279,7 @@ def finish_us(
 
 
 class _Times(NamedTuple):
-    """By action in us: its time, its message's, when it ends, and when its message arrives."""
+    """For each action, in us: its time, its message's, its end, and its message's arrival."""
 
     order: _Timing
     took: np.ndarray
@@ -353,7 +353,7 @@ def loads_us(
 def action_spans(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[list[tuple[Action, str, Span]], list[tuple[int, int, Span]]]:
-    """When each action, of a variant, runs that ``finish_us`` times, with its chunk's number.
+    """When each action that ``finish_us`` times runs, with its variant and chunk.
 
     Those of a rank are in its order. Also the messages: from which chunk, to which one, when.
     """

@@ -72,7 +72,7 @@ def _fewest_on_first_stage(model: PricedModel) -> int:
 
 
 def crossing_bytes(rank: Rank, chunk: Chunk) -> int:
-    """Bytes of a micro-batch that go from a chunk to the next one, of all tp ranks together."""
+    """Bytes of a micro-batch that all tp ranks together send from a chunk to the next one."""
     _, last_layer = rank.model.graph.before_fusion(chunk.runs[-1][0].layer)
     return max(1, last_layer.output_bytes + last_layer.passed_bytes)
 

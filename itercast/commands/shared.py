@@ -299,7 +299,7 @@ def memory_cell(forecast: Forecast) -> Text:
 
 
 def memory_legend(forecasts: Sequence[Forecast]) -> list[str]:
-    """Lines that explain the marks of ``memory_cell``, of those that these forecasts have."""
+    """Lines that explain those marks of ``memory_cell`` that these forecasts have."""
     meanings = {"!": "more than", "?": "too close to tell whether they fit to"}
     lines = []
     for mark, meaning in meanings.items():

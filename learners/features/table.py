@@ -164,7 +164,7 @@ def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
 
 
 def launch_us(rows: pd.DataFrame, launches: Mapping[str, float]) -> np.ndarray:
-    """Launch in us to add to each row's roofline: of its GPU and software, or of its GPU.
+    """Launch in us to add to each row's roofline, by its GPU and software, or by its GPU.
 
     Where neither is known, it is the median of all; where none is, that of the usual host.
     """

@@ -48,7 +48,7 @@ class Medians:
         return (self.interval_pct(first, second) or (0.0, 0.0))[0] > 0
 
     def ranks(self) -> dict[str, int]:
-        """By forecaster, 1 + how many others are better beyond the noise."""
+        """Rank of each forecaster: 1 + how many others are better beyond the noise."""
         return {name: 1 + sum(self.better(other, name) for other in self.pct) for name in self.pct}
 
 

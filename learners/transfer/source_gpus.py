@@ -84,7 +84,7 @@ class SourceGpus:
         return same_kind or self.measured
 
     def _of_vendor(self, gpu: Gpu) -> Measured:
-        """Of these the vendor's own, where two architectures have rows; else all.
+        """The vendor's own among these GPUs, where two architectures have rows; else all.
 
         Each vendor's libraries have kernels of their own.
         """

@@ -132,7 +132,7 @@ def pick_version(stacks: Sequence[str], wanted: str) -> str:
 
 @cache
 def known_stacks() -> Mapping[str, Stack]:
-    """All stacks by name: of the file that ships, and one of each file that packages add."""
+    """All stacks by name: those of the file that ships, and one for each file that packages add."""
     shipped = facts_of(str(FILE))
     stacks = {str(name): _stack(str(name), entry) for name, entry in shipped.items()}
     files = with_added("stacks", dict.fromkeys(stacks, FILE))

@@ -56,7 +56,7 @@ class Order:
 
 
 def new_run_id(label: str) -> str:
-    """A name that no other run has, of its time, process and ``label``."""
+    """A name that no other run has, made of its time, process and ``label``."""
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
     return f"{now}-{os.getpid()}-{label}"
 

@@ -133,7 +133,7 @@ class Sweep:
         return None
 
     def is_of_this_lane(self, key: str) -> bool:
-        """Whether the point of this key is this lane's, of those of all sweeps that share them."""
+        """Whether this lane measures the point of this key, among sweeps that share all points."""
         (sweep, sweeps), lanes = self.order.among, self.order.lanes
         return int(key, 16) % (sweeps * lanes) == sweep * lanes + self.order.lane
 

@@ -161,7 +161,7 @@ def _images(config: Any, batch: int) -> Any:
 
 
 def _waves(config: Any, kind: str, batch: int, seq: int) -> Any:
-    """Waveforms (batch, samples), of codecs (batch, channels, samples), or a spectrogram."""
+    """Waveforms (batch, samples), for codecs (batch, channels, samples), or a spectrogram."""
     if getattr(config, "num_mel_bins", None) and getattr(config, "max_length", None):
         return torch.randn(batch, config.max_length, config.num_mel_bins)
     _check_length(seq, kind)
@@ -170,7 +170,7 @@ def _waves(config: Any, kind: str, batch: int, seq: int) -> Any:
 
 
 def _spectrograms(config: Any, kind: str, batch: int, seq: int) -> Any:
-    """Spectrograms (batch, frames, features); of models like Whisper (batch, features, frames)."""
+    """Spectrograms (batch, frames, features), or (batch, features, frames) as Whisper takes."""
     sound = _first(config, "encoder_config", "audio_config") or config
     features = _first(sound, "feature_projection_input_dim", "input_feat_per_channel", "input_dim")
     bins, frames = _first(sound, "num_mel_bins"), _first(sound, "max_source_positions")

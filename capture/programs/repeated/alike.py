@@ -98,7 +98,7 @@ class Model:
         return held, [*map(id, parameters)], trains, dtypes, facts, gradients
 
     def gradients(self) -> list[int]:
-        """Of each parameter the id of its gradient, which passes do not replace."""
+        """The id of each parameter's gradient, which passes do not replace."""
         return [id(p.grad) for p in self.model.parameters()]
 
     def takes(self, trained: Sequence[torch.Tensor]) -> bool:

@@ -60,7 +60,7 @@ def _decided_by_forms(func: OpOverload) -> bool:
 
 
 def _form(value: Argument) -> Any:
-    """What decides results: of a tensor shape, strides and dtype; a plain value and its type."""
+    """What decides results: a tensor's shape, strides and dtype; a plain value and its type."""
     if type(value) is FakeTensor:
         if value.constant is not None or value.fake_device != CPU or value.layout != torch.strided:
             raise UntoldError

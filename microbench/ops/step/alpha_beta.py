@@ -75,7 +75,7 @@ def link(p: Point, gpu: Gpu) -> Values:
 
 
 def link_inside(p: Point, gpu: Gpu) -> Values:
-    """The slowest kind of link among ranks of a node, of one or of several nodes."""
+    """The slowest kind of link among ranks of a node; the group may have several nodes."""
     kind = link(p, gpu)
     return np.where(np.equal(kind, "network"), gpu.usual_link, kind)
 
