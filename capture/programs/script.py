@@ -317,7 +317,7 @@ def main(order: str, result: str, temporary: str) -> int:
 
 
 def _warnings(written: int) -> dict[str, None]:
-    """Warnings in the file that a script wrote to, each once; none of a terminal."""
+    """Warnings in the file that a script wrote to, each once; none if it is a terminal."""
     with suppress(OSError):
         text = os.pread(written, os.fstat(written).st_size, 0).decode(errors="replace")
         return dict.fromkeys(WARNED.findall(text))

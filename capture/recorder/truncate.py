@@ -122,7 +122,7 @@ def capture_shortened(
 
 
 def _all_used(captured: StepCapture, order: Mapping[str, Sequence[int]]) -> bool:
-    """Whether the step uses all layers of these lists that stand for others."""
+    """Whether the step uses each layer in ``order`` that stands for others of its list."""
     read = {t.storage for c in captured.calls if c.phase == "forward" for t in c.tensors()}
     used = {p.layer for p in captured.parameters if p.storage in read}
     return used.issuperset(f"{name}.{i}" for name, stands in order.items() for i in stands)

@@ -79,7 +79,7 @@ def formula_us(message: Message, group: Group, cluster: Cluster) -> float:
 def _crossed(message: Message, group: Group, cluster: Cluster) -> dict[str, Any]:
     """Describes the links that a group's message crosses, by the fields of ``Collective``.
 
-    To a neighbour one rank of each group sends to the next node; of other collectives all do.
+    In an exchange with neighbours one rank of each group sends to the next node, else all do.
     """
     far = group.size > group.per_node
     senders = cluster.gpus_per_node

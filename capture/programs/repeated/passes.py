@@ -326,9 +326,9 @@ class Repetition:
             self.log.host[event] = self.log.host.get(event, 0) + times
 
     def _reached(self, reached: ReachedGradient) -> torch.Tensor | None:
-        """A parameter's gradient for autograd's node to add; None where it is added here.
+        """A parameter's gradient for autograd's node to add; None if this function has added it.
 
-        It is added here, and hooks are called, if nobody watches the node.
+        It adds the gradient and calls hooks if nobody watches the node.
         """
         gradient = self._new_tensor(reached.form, reached.number)
         parameter = self.inputs.parameters[reached.at]
