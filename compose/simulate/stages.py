@@ -267,7 +267,7 @@ def _count_cuts(
 def _cost_cuts(costs: Sequence[Sequence[float]]) -> list[int]:
     """Returns where chunks end so that the slowest is fastest, none empty; by bisection.
 
-    ``costs``: by chunk the time of each layer if it has it.
+    ``costs[chunk][layer]``: time of the layer if the chunk has it.
     """
     low, high = min(map(max, costs)), max(map(sum, costs))
     for _ in range(40):
@@ -279,7 +279,7 @@ def _cost_cuts(costs: Sequence[Sequence[float]]) -> list[int]:
 def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
     """Ends of chunks filled up to ``limit``, none empty; [] where that needs more chunks.
 
-    ``costs``: by chunk the time of each layer if it has it.
+    ``costs[chunk][layer]``: time of the layer if the chunk has it.
     """
     ends, chunks, layers = list[int](), len(costs), len(costs[0])
     for c, layer_costs in enumerate(costs):
