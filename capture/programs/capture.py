@@ -272,7 +272,7 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         log.foreach_event = (f"{kind}_dtensor_step", sharded) if sharded else None
         log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
         named = {n: in_forward(x) if callable(x) else x for n, x in kwargs.items()}
-        return tuple(in_forward(x) if callable(x) else x for x in args), named
+        return (optimizer, *(in_forward(x) if callable(x) else x for x in args[1:])), named
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"
