@@ -330,9 +330,9 @@ class Known:
         """Let ``tolist`` of a fake tensor read one element, where torch reads each by itself.
 
         All others are listed as they are known, else as that one. That a program lists real ones,
-        or hands them to NumPy, is noted.
+        or hands them to NumPy, is noted. Deep copies hold what is known of their originals.
         """
-        one_by_one = FakeTensor.tolist
+        one_by_one, copy = FakeTensor.tolist, FakeTensor.__deepcopy__
 
         def noted(read: Any) -> Any:
             def call(tensor: Any, *args: Any, **options: Any) -> Any:
@@ -348,8 +348,16 @@ class Known:
             with _disable_current_modes():
                 return (torch.full(tensor.shape, number) if known is None else known).tolist()
 
+        def deepcopy(tensor: Any, memo: Any) -> Any:
+            made, fact = copy(tensor, memo), self.fact(tensor)
+            if fact is not None:
+                with _disable_current_modes():
+                    values = None if fact.values is None else fact.values.clone()
+                    self.facts.setdefault(made, replace(fact, values=values))
+            return made
+
         real: Any = {"tolist": noted(Tensor.tolist), "numpy": noted(Tensor.numpy)}
-        fake = patch.object(FakeTensor, "tolist", tolist)
+        fake = patch.multiple(FakeTensor, tolist=tolist, __deepcopy__=deepcopy)
         with fake, patch.multiple(Tensor, create=True, **real):
             yield
 

@@ -115,8 +115,9 @@ def test_places_that_an_assigner_chooses_are_counted(tmp_path: Path, images: int
 
 
 SEARCHED = """
-import torch
-schedule = torch.linspace(1, 1000, 1000, device="cuda")
+import copy, torch
+scheduler = {"times": torch.linspace(1, 1000, 1000)}
+schedule = copy.deepcopy(scheduler)["times"].cuda()
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 for step in range(4):
