@@ -38,8 +38,6 @@ ATTENTION = "attention"  # the family whose kernels stacks choose
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 # no assumption: standard deviations between the 10 and 90 % quantiles of a normal distribution
 DECILES_APART = 2.563
-
-
 Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
 
 

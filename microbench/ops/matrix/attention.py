@@ -274,20 +274,21 @@ AFTER_AMPERE = ("hopper", "blackwell", "blackwell-ultra")
 def fallback(p: Attention, measured: Measured) -> list[Part]:
     """Prices what no kernel fuses by its parts, other backwards without rows by the forward.
 
+    Memory-efficient kernels compute fp32 as three products in TF32 where a GPU has units for it
+    (OpMultiplyAddFastF32 in torch's mem_eff_attention/gemm_kernel_utils.h).
     In 16 bit rows of Hopper and Blackwell say nothing of older GPUs: flash-attention 2 is written
     for Ampere, and reaches a smaller share of the peak of the GPUs after it.
     """
     if measured.gpu.kind == "cpu":
         return []
-    grouped = p.kv_heads != p.heads  # which the memory-efficient kernels do not take
-    if is_unfused(p) or (grouped and measured.gpu.architecture in BEFORE_AMPERE):
+    if is_unfused(p) or (p.kv_heads != p.heads and measured.gpu.architecture in BEFORE_AMPERE):
         return _unfused(p)
-    if p.op != "backward":
-        return []
+    units = measured.gpu.peak_flops_per_s if measured.gpu.vendor == "nvidia" else ()
+    if p.dtype == "fp32" and "tf32" in units and measured.seen("attention", p.op, "tf32"):
+        return [Part(family="attention", params=replace(p, dtype="tf32"), checked=True)]
     rows_apply = p.dtype not in ("fp16", "bf16") or measured.gpu.architecture in AFTER_AMPERE
-    if (rows_apply and measured.seen("attention", "backward", p.dtype)) or measured.measured_here(
-        "attention", "backward", p.dtype
-    ):
+    seen = measured.seen if rows_apply else measured.measured_here
+    if p.op != "backward" or seen("attention", "backward", p.dtype):
         return []
     forward = Part(family="attention", params=replace(p, op="forward"), times=BACKWARD_OVER_FORWARD)
     return [replace(forward, checked=p.dtype in ("fp16", "bf16") and not p.masked)]

@@ -19,6 +19,7 @@ from itercast.microbench.ops import family_of
 from itercast.microbench.ops.family import Part, itemsize_bytes
 from itercast.microbench.ops.lookup.embedding import Embedding
 from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.conv import Conv
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
@@ -195,6 +196,34 @@ def test_rows_of_one_gpu_leave_fallbacks_of_other_generations() -> None:
     gpus = {name: on(name) for name in measured}
     several = replace(hopper, source_gpus=replace(hopper.source_gpus, measured=measured, gpus=gpus))
     assert not falls_back("pascal", {**MODELS, "norm": several})  # what both showed holds for all
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("gpu", ["h100-sxm-80gb", "a100-sxm-80gb"])
+def test_fused_attention_in_fp32_takes_as_long_as_in_tf32(gpu: str, op: str) -> None:
+    """By TF32's rows, and nothing of it is assumed; not before Ampere, nor where it is unfused."""
+    call = Attention(
+        op=op, batch=8, heads=12, kv_heads=12, q_len=512, kv_len=512, head_dim=64, causal=False
+    )
+    bundle = Bundle.load(SHIPPED)
+
+    def priced_us(p: Attention, on: str) -> tuple[float, Any]:
+        asked = Priceable(
+            op="itercast.sdpa",
+            phase="forward",
+            family=family_of(p),
+            params=p,
+            bytes_moved=0.0,
+            cold=1.0,
+        )
+        (found,) = PriceBook(bundle, load_gpu(on), 0).price([asked])
+        return found.duration_us, found.assumed
+
+    in_tf32, grouped = replace(call, dtype="tf32"), replace(call, kv_heads=4)
+    assert priced_us(call, gpu) == (pytest.approx(priced_us(in_tf32, gpu)[0]), ())
+    assert priced_us(grouped, gpu)[0] > 1.05 * priced_us(replace(grouped, dtype="tf32"), gpu)[0]
+    older = fallback_parts(call, bundle.models, False, load_gpu("v100-sxm-16gb"))
+    assert "tf32" not in [part.params.dtype for part in older]
 
 
 def test_a_recurrent_network_never_seen_is_products_one_step_after_the_other() -> None:
