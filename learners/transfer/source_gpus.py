@@ -35,6 +35,7 @@ OTHER_STACK_DISTANCE = assumed(__file__, "other_stack_distance")
 NEAR_GENERATIONS = assumed(__file__, "near_generations")
 OVERLAP = assumed(__file__, "overlap")
 REACHED = assumed(__file__, "reached")
+Source = tuple[str, str, bool]  # a GPU, its software, whether times move by the roofline alone
 
 
 def gpu_distance(first: Gpu, second: Gpu, dtype: str) -> float:
@@ -247,24 +248,24 @@ class SourceGpus:
             return np.asarray(ensemble.predict(x, roofline_us))
         unseen_rows = np.flatnonzero(unseen)
         unseen_query = query if unseen.all() else query.take(unseen_rows)
-        by_source: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+        by_source: dict[Source, list[tuple[np.ndarray, np.ndarray]]] = {}
         for rows, group in unseen_query.groups:
             gpu = query.gpus[group.gpu]
-            for source, weight in self.weights(group, gpu, query.family).items():
+            for (name, stack), weight in self.weights(group, gpu, query.family).items():
                 piece = (unseen_rows[rows], np.full(len(rows), weight))
-                by_source.setdefault(source, []).append(piece)
+                by_roofline = _is_by_roofline(query.family, self.gpus[name], gpu)
+                by_source.setdefault((name, stack, by_roofline), []).append(piece)
         index, weights, inputs = [np.flatnonzero(~unseen)], [np.ones((~unseen).sum())], [x[~unseen]]
         rooflines_us, slowdowns = [roofline_us[~unseen]], [np.ones((~unseen).sum())]
         for source, pieces in by_source.items():
             rows, piece_weights = (np.concatenate(part) for part in zip(*pieces, strict=True))
             index.append(rows)
             weights.append(piece_weights)
-            x_there, there_us = self._features_on(
-                x[rows], query.take(rows), roofline_us[rows], *source
-            )
+            asked = query.take(rows)
+            x_there, there_us = self._features_on(x[rows], asked, roofline_us[rows], source)
             inputs.append(x_there)
             rooflines_us.append(there_us)
-            slowdowns.append(self._slower(query.take(rows), source[0]))
+            slowdowns.append(np.ones(len(rows)) if source[2] else self._slower(asked, source[0]))
         row, source_us = np.concatenate(index), np.concatenate(rooflines_us)
         ratio = ensemble.predict(np.concatenate(inputs), np.ones(len(row)))
         log_us = np.log(_moved_us(ratio, source_us, roofline_us[row], np.concatenate(slowdowns)))
@@ -273,11 +274,9 @@ class SourceGpus:
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
         """Arithmetic rate (``_vector_rate``) of the source GPU over that of each row's own GPU.
 
-        1 where the roofline alone is moved to another GPU (``_is_by_roofline``). Convolutions move
-        by it: what they take beyond the roofline does not shrink with faster tensor cores.
+        Convolutions move by it, too: what they take beyond the roofline does not shrink with faster
+        tensor cores.
         """
-        if _is_by_roofline(query.family):
-            return np.ones(len(query.gpu))
         codes, distinct = pd.factorize(query.gpu)
         rate = _vector_rate(self.gpus[source])
         return np.array([rate / _vector_rate(query.gpus[name]) for name in distinct])[codes]
@@ -292,24 +291,25 @@ class SourceGpus:
         return as_measured(rows, family, {d: o for d, o in ops.items() if o}, missing=False)
 
     def _features_on(
-        self, x: np.ndarray, query: QueryRows, roofline_us: np.ndarray, gpu: str, stack: str
+        self, x: np.ndarray, query: QueryRows, roofline_us: np.ndarray, source: Source
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode the rows as if they ran on the source GPU under its software; their rooflines.
 
-        Families whose tiles are counted keep the features of the rows' own GPU, but the GPU's name.
-        Where ``_is_by_roofline``, rooflines are those of the rows' own GPU.
+        By the roofline alone these are of the rows' own GPU, and families whose tiles are counted
+        keep its features, but the GPU's name.
         """
+        gpu, stack, by_roofline = source
         family, stand_in = query.family, query.stood_in
         rows = query.rows
         if stand_in.any():
             own = rows["dtype"].to_numpy(dtype=object)
             rows = rows.assign(dtype=np.where(stand_in, query.dtype, own))
         rows = self.with_measured_ops(rows, family, gpu)
-        if not family.tiled:
+        if not (by_roofline and family.tiled):
             rows = rows.assign(gpu=gpu, stack=stack)
             table, source_us = feature_table(rows, family, query.gpus, query.launch)
             x = self.encoder.encode({**table, **origins(rows, family, {})})
-            return x, roofline_us if _is_by_roofline(family) else source_us
+            return x, roofline_us if by_roofline else source_us
         if rows is not query.rows:
             table, _ = feature_table(rows, family, query.gpus, query.launch)
             x = self.encoder.encode({**table, **origins(rows, family, {})})
@@ -337,13 +337,14 @@ def _moved_us(
     return np.asarray(np.where(ratio > bound, moved_us, own_us * ratio))
 
 
-def _is_by_roofline(family: Family) -> bool:
-    """Whether a family takes the same multiple of its roofline on all GPUs.
+def _is_by_roofline(family: Family, source: Gpu, gpu: Gpu) -> bool:
+    """Whether a family's ops take the same multiple of their roofline on both GPUs.
 
-    So do kernels that multiply tiles on tensor cores, whose waste scales with their peak; and
-    messages, of which no SM sets the pace.
+    So do kernels that multiply tiles on tensor cores of another architecture, whose waste scales
+    with their peak; and messages, of which no SM sets the pace.
     """
-    return family.tiled or family.by_roofline or family.ranks > 1
+    on_tensor_cores = family.tiled or family.by_roofline
+    return family.ranks > 1 or (on_tensor_cores and source.architecture != gpu.architecture)
 
 
 def _vector_rate(gpu: Gpu) -> float:

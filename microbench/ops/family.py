@@ -171,7 +171,7 @@ class Family:
     Roles:
     ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
     seen it, empty where its own model answers. ``by_roofline``: on a GPU without rows it takes the
-    multiple of its roofline that it takes on others. ``matmul``: its flops count as matrix products
+    multiple of its roofline that other architectures take. ``matmul``: its flops count as products
     in MFU, and it runs at their rate. ``product_flops``: what counts so of another family's ops.
     ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile writes its
     kernels, so that each call costs the host something else. ``on_host``: its points are events of

@@ -274,8 +274,8 @@ AFTER_AMPERE = ("hopper", "blackwell", "blackwell-ultra")
 def fallback(p: Attention, measured: Measured) -> list[Part]:
     """Prices what no kernel fuses by its parts, other backwards without rows by the forward.
 
-    Memory-efficient kernels compute fp32 as three products in TF32 where a GPU has units for it
-    (OpMultiplyAddFastF32 in torch's mem_eff_attention/gemm_kernel_utils.h).
+    Memory-efficient kernels compute fp32 as three products in TF32 (OpMultiplyAddFastF32 in torch's
+    mem_eff_attention/gemm_kernel_utils.h). Rows are of a GPU whose units for it are not the bound.
     In 16 bit rows of Hopper and Blackwell say nothing of older GPUs: flash-attention 2 is written
     for Ampere, and reaches a smaller share of the peak of the GPUs after it.
     """
@@ -283,8 +283,9 @@ def fallback(p: Attention, measured: Measured) -> list[Part]:
         return []
     if is_unfused(p) or (p.kv_heads != p.heads and measured.gpu.architecture in BEFORE_AMPERE):
         return _unfused(p)
-    units = measured.gpu.peak_flops_per_s if measured.gpu.vendor == "nvidia" else ()
-    if p.dtype == "fp32" and "tf32" in units and measured.seen("attention", p.op, "tf32"):
+    rate, maker = measured.gpu.peak_flops_per_s, measured.gpu.vendor
+    by_three = p.dtype == "fp32" and maker == "nvidia" and rate.get("tf32", 0) > 3 * rate["fp32"]
+    if by_three and measured.seen("attention", p.op, "tf32"):
         return [Part(family="attention", params=replace(p, dtype="tf32"), checked=True)]
     rows_apply = p.dtype not in ("fp16", "bf16") or measured.gpu.architecture in AFTER_AMPERE
     seen = measured.seen if rows_apply else measured.measured_here

@@ -201,7 +201,7 @@ def test_rows_of_one_gpu_leave_fallbacks_of_other_generations() -> None:
 @pytest.mark.parametrize("op", ["forward", "backward"])
 @pytest.mark.parametrize("gpu", ["h100-sxm-80gb", "a100-sxm-80gb"])
 def test_fused_attention_in_fp32_takes_as_long_as_in_tf32(gpu: str, op: str) -> None:
-    """By TF32's rows, and nothing of it is assumed; not before Ampere, nor where it is unfused."""
+    """By TF32's rows, and nothing of it is assumed; not where it is unfused or units are few."""
     call = Attention(
         op=op, batch=8, heads=12, kv_heads=12, q_len=512, kv_len=512, head_dim=64, causal=False
     )
@@ -222,8 +222,9 @@ def test_fused_attention_in_fp32_takes_as_long_as_in_tf32(gpu: str, op: str) -> 
     in_tf32, grouped = replace(call, dtype="tf32"), replace(call, kv_heads=4)
     assert priced_us(call, gpu) == (pytest.approx(priced_us(in_tf32, gpu)[0]), ())
     assert priced_us(grouped, gpu)[0] > 1.05 * priced_us(replace(grouped, dtype="tf32"), gpu)[0]
-    older = fallback_parts(call, bundle.models, False, load_gpu("v100-sxm-16gb"))
-    assert "tf32" not in [part.params.dtype for part in older]
+    for few in ("v100-sxm-16gb", "rtx-4090", "mi300x"):
+        parts = fallback_parts(call, bundle.models, False, load_gpu(few))
+        assert "tf32" not in [part.params.dtype for part in parts]
 
 
 def test_a_recurrent_network_never_seen_is_products_one_step_after_the_other() -> None:
