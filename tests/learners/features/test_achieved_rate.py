@@ -27,7 +27,7 @@ HALF = Gpu(
     achieved_flops_per_s={"fp32": 1e13, "fp16": 1.2e14},
     hbm_bytes_per_s=1e12,
 )
-WHOLE = replace(HALF, name="whole", achieved_flops_per_s={"fp32": 2e13})
+WHOLE = replace(HALF, name="whole", architecture="ada", achieved_flops_per_s={"fp32": 2e13})
 LARGE = 8192
 
 
