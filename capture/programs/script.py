@@ -364,5 +364,5 @@ def _folder(script: Path) -> str:
 
 
 def _file(module: Any) -> str:
-    """The file of a module; empty for one without."""
-    return str(getattr(module, "__file__", None) or "")
+    """The file of a module; empty for one without, or that is not imported until it is asked."""
+    return str(getattr(module, "__dict__", {}).get("__file__") or "")

@@ -73,3 +73,24 @@ def test_a_number_of_gpus_that_nobody_has_is_refused(tmp_path: Path, count: str)
     code, _, said = run(script, gpus=count)
     assert code == 2 and said.count("\n") == 1
     assert f"gpus {count!r}: {count!r} is no whole number from 1 to 99,999,999" in said
+
+
+LAZY = """
+import sys, types, torch
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError(name)
+sys.modules["lazy"] = Lazy("lazy")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(4):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_module_that_cannot_be_imported_later_does_no_harm(tmp_path: Path) -> None:
+    """Such are SpeechBrain's integrations of packages that are not installed."""
+    (tmp_path / "train.py").write_text(LAZY)
+    done = CliRunner().invoke(app, ["run", "--gpu=h100-sxm-80gb", str(tmp_path / "train.py")])
+    assert done.exit_code == 0, done.output

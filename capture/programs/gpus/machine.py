@@ -80,6 +80,16 @@ ALIKE = (  # in torch.cuda and torch.accelerator
 )
 
 
+class _Device(nullcontext[Any]):
+    """As ``torch.cuda.device``: inside it the process's own GPU stays the current one."""
+
+    @property
+    def idx(self) -> int:
+        """The number of the device that was given; -1 for none."""
+        number: int = torch.cuda._utils._get_device_index(self.enter_result, optional=True)
+        return number
+
+
 def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str, Any]:
     """Functions and values that stand in for those of ``torch.cuda``, by name."""
     answers: dict[str, Any] = {
@@ -101,7 +111,7 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
         "get_device_capability": lambda *args: tuple(gpu.compute_capability),
         "get_device_properties": lambda *args: Properties(gpu),
         "get_arch_list": lambda: ["sm_{}{}".format(*gpu.compute_capability)],
-        "device": nullcontext,
+        "device": _Device,
         "device_of": nullcontext,
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "default_generators": tuple(GeneratorOnCpu(f"cuda:{n}") for n in range(per_node)),

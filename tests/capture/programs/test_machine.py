@@ -53,6 +53,7 @@ for where in (0, "cuda", cuda0):
     assert torch.nn.Linear(2, 2).to(device=where, dtype=torch.bfloat16).bias.is_cuda
 assert x.float().type() == "torch.cuda.FloatTensor" and x.type(torch.half).is_cuda
 assert os.environb[b"RANK"] == b"0"
+assert [torch.cuda.device(i).idx for i in (0, "cuda:1")] == [0, 1]
 assert torch.tensor([[y.sum(), 1.0]]).shape == torch.as_tensor([[1.0, y.sum()]]).shape == (1, 2)
 on_cpu = torch.randn(3)
 assert on_cpu.device.type == "cpu" and not on_cpu.is_cuda and (on_cpu + 1).is_cpu
