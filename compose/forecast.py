@@ -186,7 +186,7 @@ def report(
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     parts = _parts_frac(outcome)
-    interval_ratio = exp(_half_width(parts, _families_frac(outcome), book, world_size))
+    interval_ratio = exp(_half_width(parts, _families_frac(outcome), book))
     per_s = 1e6 / outcome.iteration_us if outcome.iteration_us else 0.0
     idle = {"host": outcome.host_gap_us, "bubble": outcome.bubble_us, "waiting": outcome.waiting_us}
     return Forecast(
@@ -226,7 +226,8 @@ def _parts_frac(outcome: Outcome) -> dict[str, float]:
     """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
 
     Of the busy time each factor has the share that it scales; these add up to 1. A pipeline's
-    bubble and waiting for slower stages grow with them.
+    bubble and waiting for slower stages grow with them. ``ranks``: network time by the doublings of
+    nodes.
     """
     tally, busy_us = outcome.tally, _busy_us(outcome)
     product_us = sum(us for name, us in tally.us.items() if _is_product(name))
@@ -240,6 +241,7 @@ def _parts_frac(outcome: Outcome) -> dict[str, float]:
         "links": messages - network,
         "network": network,
         "host": outcome.host_gap_us / busy_us,
+        "ranks": messages * tally.doublings_us / all_messages_us,
     }
     return {name: parts[name] for name in NAMES}
 
@@ -256,9 +258,7 @@ def _is_product(family: str) -> bool:
     return family in families() and families()[family].matmul
 
 
-def _half_width(
-    parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook, gpus: int
-) -> float:
+def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
     """Half width of the 80 % interval in log time, by the step's parts and its machine.
 
     Variance = that of the machine's factors + sum over families of share**2 * max(0, variance of
@@ -270,14 +270,14 @@ def _half_width(
     machine = book.known or typical()
     sensitivity = tuple(parts.values())
     if book.model and book.model in machine.models:
-        return machine.half_width(sensitivity, book.model, gpus)
+        return machine.half_width(sensitivity, book.model)
     spread = dict(zip(NAMES, machine.typical.spread, strict=True))
     of_factor = {is_product: spread[name] for is_product, name in OF_KERNELS}
     variances = [
         share**2 * max(0.0, _deviation_of(name, book) ** 2 - of_factor[_is_product(name)] ** 2)
         for name, share in shares.items()
     ]
-    return machine.half_width(sensitivity, book.model, gpus, sqrt(sum(variances)))
+    return machine.half_width(sensitivity, book.model, sqrt(sum(variances)))
 
 
 def _deviation_of(family: str, book: PriceBook) -> float:

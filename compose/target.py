@@ -102,7 +102,7 @@ class Target:
         """The factors of the machine: of the one that is known, else of a typical one."""
         if self.gpu.kind == "cpu":
             return NONE
-        return (self.known or typical()).factors(self.model, self.plan.world_size)
+        return (self.known or typical()).factors(self.model)
 
     @property
     def book(self) -> PriceBook:

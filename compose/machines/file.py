@@ -12,10 +12,11 @@ import yaml
 
 from itercast.capture.base.yaml_text import read_mapping
 from itercast.compose.machines.factors import NAMES
-from itercast.compose.machines.state import DOUBLINGS, Machine
+from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import spread_of, stated
 
-KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical", "measured", "seen")
+KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical")
+LATER = ("measured", "seen")  # keys that files of before versions 0.24 and 0.35 lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +40,15 @@ class KnownMachine:
             "seen": list(self.machine.seen),
         }
         head = "# Written by itercast calibrate --iterations. Mean and covariance of log factors: "
-        return f"{head}{', '.join(NAMES)}, then of doublings of GPUs and models.\n" + yaml.safe_dump(facts)
+        return f"{head}{', '.join(NAMES)}, then of models.\n" + yaml.safe_dump(facts)
 
 
 def read_machine(path: Path) -> KnownMachine:
     """Read a machine file; ValueError names what is wrong with it."""
     facts = read_mapping(path, "machine file")
-    if set(facts) != set(KEYS):
-        raise ValueError(f"machine file {str(path)!r}: keys are {KEYS}, got {sorted(facts)}")
+    if set(facts) - set(LATER) != set(KEYS):
+        allowed = (*KEYS, *LATER)
+        raise ValueError(f"machine file {str(path)!r}: keys are {allowed}, got {sorted(facts)}")
     try:
         return _made(facts)
     except (ValueError, TypeError, LookupError) as exc:
@@ -57,9 +59,9 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
     """The machine of a file's content; ValueError where its numbers are no distribution."""
     models, mean = tuple(map(str, facts["models"])), np.array(facts["mean"], dtype=float)
     covariance = np.array(facts["covariance"], dtype=float)
-    size, seen = len(NAMES) + DOUBLINGS + len(models), np.array(facts["seen"], dtype=float)
+    size, seen = len(NAMES) + len(models), np.array(facts.get("seen", (0, 0)), dtype=float)
     if mean.shape != (size,) or covariance.shape != (size, size):
-        raise ValueError(f"mean and covariance are of {size} numbers: factors, doublings, models")
+        raise ValueError(f"mean and covariance are of {size} numbers, factors and models")
     if not all(np.isfinite(found).all() for found in (mean, covariance, seen)) or seen.min() < 0:
         raise ValueError("mean, covariance and seen are finite numbers, seen from 0")
     if np.linalg.eigvalsh(covariance).min() < -1e-9 or not np.allclose(covariance, covariance.T):
@@ -69,7 +71,7 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
         mean=tuple(mean.tolist()),
         covariance=tuple(map(tuple, covariance.tolist())),
         models=models,
-        measured=tuple(map(str, facts["measured"])),
+        measured=tuple(map(str, facts.get("measured", ()))),
         seen=(int(seen[0]), float(seen[1])),
     )
     return KnownMachine(

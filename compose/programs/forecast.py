@@ -83,7 +83,7 @@ def priced_program(
     """
     gpu, world = target.gpu, program.world_size
     threads = max(1, gpu.sm_count // world) if gpu.kind == "cpu" else 0
-    book = replace(target, threads=threads, plan=ParallelPlan(dp=world)).book
+    book = replace(target, threads=threads).book
     per_node = _per_node(program, target)
     ranks = {r: price_rank(s, book, target.node, per_node, world) for r, s in program.ranks.items()}
     return ranks, book, world * threads / gpu.sm_count / len(ranks)

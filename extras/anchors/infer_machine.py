@@ -28,6 +28,7 @@ FACTOR_WORDS = {
     "links": "messages within a node",
     "network": "messages between nodes",
     "host": "the host",
+    "ranks": "messages at twice the nodes",
 }
 UNKNOWN_FRAC = 0.95  # no assumption: a factor is unknown if this much of its deviation is left
 
@@ -53,7 +54,7 @@ def _sensitivity_parts(
     logs, base = target.machine.logs, forecast_step(step, target)
     exposed, other = [0.0] * len(NAMES), [0.0] * len(NAMES)
     for i, name in enumerate(NAMES):
-        if base.comm_us == 0 and name in ("links", "network"):
+        if base.comm_us == 0 and name in ("links", "network", "ranks"):
             continue
         raised = Factors.of_logs([*logs[:i], logs[i] + LOG_STEP, *logs[i + 1 :]])
         book = target.book.on(raised, target.known, target.model)
@@ -133,13 +134,12 @@ def anchors_of(step: MeasuredStep) -> list[Anchor]:
     its measured and its forecast one, so that both add up to 1.
     """
     target, model = replace(step.target, known=None, model=""), step.target.model
-    gpus = target.plan.world_size
     priced = forecast_step(step.step, target)
     _check_memory(step, priced.memory_bytes)
     exposed, other = _sensitivity_parts(step.step, target)
     ratio, by_messages = _log_change(priced, step.time_us, step.exposed_us or 0.0)
     whole = _sum(exposed, other)
-    limit = MAX_DEVIATIONS * typical().log_deviation(whole, model, gpus)
+    limit = MAX_DEVIATIONS * typical().log_deviation(whole, model)
     if abs(ratio) > limit:
         mfu_pct = 100 * priced.mfu_frac / exp(ratio)
         peak = f" and {mfu_pct:.4g} % of the GPU's peak rate" if mfu_pct > 100 else ""
@@ -149,13 +149,12 @@ def anchors_of(step: MeasuredStep) -> list[Anchor]:
             f"configuration than stated? Likeliest: {misreading(step, target, ratio)}"
         )
     if step.exposed_us is None:
-        return [Anchor(model=model, sensitivity=whole, log_ratio=ratio, gpus=gpus)]
+        return [Anchor(model=model, sensitivity=whole, log_ratio=ratio)]
     _check_exposed(step, priced, limit)
     share = (step.exposed_us / step.time_us + priced.exposed_comm_us / priced.iteration_us) / 2
-    common = {"model": model, "gpus": gpus}
     parts = (
-        Anchor(**common, sensitivity=exposed, log_ratio=by_messages, share=share),
-        Anchor(**common, sensitivity=other, log_ratio=ratio - by_messages, share=1 - share),
+        Anchor(model=model, sensitivity=exposed, log_ratio=by_messages, share=share),
+        Anchor(model=model, sensitivity=other, log_ratio=ratio - by_messages, share=1 - share),
     )
     return [part for part in parts if part.share]
 
@@ -251,8 +250,7 @@ def next_run(step: StepCapture, target: Target) -> str:
     """
     machine = target.known or typical()
     parts_frac = tuple(forecast_step(step, target).parts_frac.values())
-    asked = (parts_frac, target.model, target.plan.world_size)
-    now = machine.half_width(*asked)
+    now = machine.half_width(parts_frac, target.model)
     widths: dict[str, float] = {}
     for plan in _fewer_replicas(target):
         cheaper = replace(target, plan=plan)
@@ -262,10 +260,9 @@ def next_run(step: StepCapture, target: Target) -> str:
             parts = forecast_step(step, cheaper).parts_frac
         except ValueError:  # it does not run on so few
             continue
-        j, gpus = tuple(parts.values()), plan.world_size
-        anchor = Anchor(model=target.model, sensitivity=j, log_ratio=0.0, gpus=gpus)
+        anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
         after = replace(machine.updated([anchor]), seen=machine.seen)  # it may take any time
-        widths[str(plan) or "one GPU"] = after.half_width(*asked)
+        widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
     if not widths:
         return ""
     best = min(widths, key=lambda name: widths[name])

@@ -80,7 +80,7 @@ def test_the_interval_widens_by_the_share_of_a_badly_known_family(half_width: fl
         StepCapture(calls=(product(0, 1, 2),)), ParallelPlan(), PriceBook(Learned(), GPU, 0)
     )
     share, machine = found.parts_frac["products"], typical()
-    variance = machine.log_deviation(tuple(found.parts_frac.values()), "", 1) ** 2
+    variance = machine.log_deviation(tuple(found.parts_frac.values()), "") ** 2
     variance += share**2 * max(0.0, (half_width / DEVIATES) ** 2 - machine.typical.spread[0] ** 2)
     assert 0 < share < 1
     wide = machine.typical.deviates * variance**0.5

@@ -4,10 +4,9 @@ Of a machine's n steps y = log(measured / forecast), and J, the derivative of th
 the log factors (``itercast.compose.machines.state``), a multivariate t distribution is taken with
 
     mean 0    scale J diag(spread ** 2) J' + model ** 2 [same model] + row ** 2 [same step]
-                    + doubling ** 2 (doublings of the fewer GPUs of both steps)
 
-and ``FREEDOM`` degrees, so that machines unlike all others do not decide. All five maximise the
-likelihood with weak priors. A source counts as at most ``MACHINES`` machines, however
+and ``FREEDOM`` degrees, so that machines unlike all others do not decide. Spread, model and row
+maximise the likelihood with weak priors. A source counts as at most ``MACHINES`` machines, however
 many it measured. One number, found on sources left out, makes intervals cover what they should
 (``calibrated``).
 """
@@ -22,7 +21,7 @@ import pandas as pd
 from scipy.optimize import minimize
 
 from itercast.compose.machines.factors import NAMES
-from itercast.compose.machines.state import FREEDOM, Spread, doublings, widening
+from itercast.compose.machines.state import FREEDOM, Spread, widening
 from itercast.extras.anchors.infer_machine import MAX_DEVIATIONS
 
 # Prior of spreads: log(0.3) +- 0.35, best of six on sources left out.
@@ -36,46 +35,39 @@ FACTORS = len(NAMES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The steps of one machine: log ratios, sensitivities; its weight.
-
-    ``same``: which are of one model; ``doublings``: of GPUs, that two of them share.
-    """
+    """The steps of one machine: log ratios, sensitivities, which are of one model; its weight."""
 
     source: str
     y: np.ndarray
     j: np.ndarray
     same: np.ndarray
-    doublings: np.ndarray
     weight: float
 
-    def covariance(self, of: Spread) -> np.ndarray:
+    def covariance(self, spread: np.ndarray, model: float, row: float) -> np.ndarray:
         """Of the log ratios of steps, as ``Machine`` has it."""
-        by_factors = (self.j * np.square(of.spread)) @ self.j.T
-        beside = of.model**2 * self.same + of.doubling**2 * self.doublings
-        covariance: np.ndarray = by_factors + beside + of.row**2 * np.eye(len(self.y))
-        return covariance
+        own = (self.j * spread**2) @ self.j.T + model**2 * self.same
+        return own + row**2 * np.eye(len(self.y))
 
-    def loss(self, of: Spread) -> float:
+    def loss(self, spread: np.ndarray, model: float, row: float) -> float:
         """Twice the negative log likelihood, but for constants."""
-        root = np.linalg.cholesky(self.covariance(of))
+        root = np.linalg.cholesky(self.covariance(spread, model, row))
         z = np.linalg.solve(root, self.y)
         far = (FREEDOM + len(z)) * np.log1p(z @ z / FREEDOM)
         return float(self.weight * (far + 2 * np.log(np.diag(root)).sum()))
 
 
 def groups_of(steps: pd.DataFrame) -> list[Group]:
-    """The steps by machine; by columns source, machine, model, world_size, log_ratio, ``SENSITIVITY``."""
+    """The steps by machine; columns source, machine, model, log_ratio and ``SENSITIVITY``."""
     counted = steps.groupby("source")["machine"].nunique()
     machines, found = {str(source): int(n) for source, n in counted.items()}, []
     for (source, _), mine in steps.groupby(["source", "machine"]):
-        code, gpus = pd.factorize(mine["model"])[0], list(map(doublings, mine["world_size"]))
+        code = pd.factorize(mine["model"])[0]
         found.append(
             Group(
                 source=str(source),
                 y=mine["log_ratio"].to_numpy(dtype=float),
                 j=mine[SENSITIVITY].to_numpy(dtype=float),
                 same=(code[:, None] == code[None, :]).astype(float),
-                doublings=np.minimum.outer(gpus, gpus),
                 weight=min(1.0, MACHINES / machines[str(source)]),
             )
         )
@@ -84,18 +76,16 @@ def groups_of(steps: pd.DataFrame) -> list[Group]:
 
 def fit(steps: pd.DataFrame) -> Spread:
     """How machines differ, by measured steps; a typical machine is as it is priced."""
-    start = np.r_[np.full(FACTORS, np.log(SPREAD)), np.log([0.1, 0.06, 0.05])]
-    return _spread(minimize(_loss, start, args=(groups_of(steps),), method="L-BFGS-B").x)
-
-
-def _spread(logs: np.ndarray) -> Spread:
-    *spread, model, row, doubling = np.exp(logs).tolist()
-    return Spread(spread=tuple(spread), model=model, row=row, doubling=doubling)
+    start = np.r_[np.full(FACTORS, np.log(SPREAD)), np.log([0.1, 0.06])]
+    found = minimize(_loss, start, args=(groups_of(steps),), method="L-BFGS-B").x
+    *spread, model, row = np.exp(found).tolist()
+    return Spread(spread=tuple(spread), model=model, row=row)
 
 
 def _loss(found: np.ndarray, groups: Sequence[Group]) -> float:
+    *spread, model, row = np.exp(found).tolist()
     prior = (((found[:FACTORS] - np.log(SPREAD)) / LOG_SPREAD) ** 2).sum()
-    likely = sum(group.loss(_spread(found)) for group in groups)
+    likely = sum(group.loss(np.array(spread), model, row) for group in groups)
     return float(prior + likely) / 2
 
 
@@ -147,7 +137,7 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
     draw, found, sources = np.random.default_rng(0), [], list[str]()
     for group in groups_of(steps):
         size = len(group.y)
-        covariance = group.covariance(typical)
+        covariance = group.covariance(np.array(typical.spread), typical.model, typical.row)
         for at in range(size) if size > count else ():
             chosen = np.array([at]) if count < 2 else draw.choice(size, count, replace=False)
             rest = np.delete(np.arange(size), chosen) if count else chosen

@@ -140,7 +140,7 @@ def derivatives(
     return {"log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
 
 
-AS_PRICED = Spread(spread=(1.0,) * 5, model=1.0, row=1.0)
+AS_PRICED = Spread(spread=(1.0,) * 6, model=1.0, row=1.0)
 
 
 def _stop(*_: Any) -> None:
@@ -224,8 +224,8 @@ def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Sprea
     counts = known.groupby("source").size()
     head = [
         "# How machines with GPUs differ: spread of the log of each factor (Factors),",
-        "# of models on a machine, of steps of a model, and of each doubling of GPUs; how many",
-        "# deviations of a step's log time its 80 % interval ends from the forecast (deviates).",
+        "# of models on a machine and of steps of a model; how many deviations of a step's log",
+        "# time its 80 % interval ends from the forecast (deviates).",
         f"# source: python -m itercast.extras.published.fits.machines, {len(known)} steps of "
         f"{known['machine'].nunique()} machines:",
         "# " + ", ".join(f"{source} {n}" for source, n in counts.items()),

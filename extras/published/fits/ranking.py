@@ -30,7 +30,7 @@ CLOSE_PCT = 3.0  # no assumption: a chosen plan that takes so much longer than t
 def ranked(steps: pd.DataFrame, typical: Spread) -> dict[str, float]:
     """Kendall's tau of a set and loss of the chosen plan in %: without an anchor, mean with one."""
     (group,) = groups_of(steps)
-    covariance = group.covariance(typical)
+    covariance = group.covariance(np.array(typical.spread), typical.model, typical.row)
     shared = covariance - typical.row**2 * np.eye(len(group.y))
     measured = np.log(steps["time_us"].to_numpy(dtype=float))
     told = [np.zeros(len(measured)), *(shared / np.diag(covariance) * group.y).T]

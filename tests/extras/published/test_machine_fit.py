@@ -20,7 +20,7 @@ from itercast.extras.published.fits.machines import ROOT, RUNS, TYPICAL
 from itercast.extras.published.fits.ranking import ranked, ranks
 from itercast.extras.published.roles import ROLES
 
-SPREAD = np.array([0.3, 0.05, 0.05, 0.05, 0.05])
+SPREAD = np.array([0.3, 0.05, 0.05, 0.05, 0.05, 0.05])
 
 
 def drawn(machines: int) -> pd.DataFrame:
@@ -29,10 +29,9 @@ def drawn(machines: int) -> pd.DataFrame:
     for at in range(machines):
         factors, effects = draw.normal(0, SPREAD), draw.normal(0, 0.02, 3)
         for step in range(6):
-            j = draw.dirichlet(np.ones(5))
+            j = draw.dirichlet(np.ones(6))
             ratio = j @ factors + effects[step % 3] + draw.normal(0, 0.01)
             facts = {"source": f"s{at}", "machine": f"m{at}", "model": str(step % 3)}
-            facts["world_size"] = 8
             row = {**facts, "log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
             rows.append(row)
     return pd.DataFrame(rows)
@@ -80,16 +79,15 @@ def test_what_the_ends_of_an_interval_lose(off: float) -> None:
 
 def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
     steps = drawn(1).iloc[:2]
-    typical = Spread(spread=tuple(SPREAD.tolist()), model=0.02, row=0.01, doubling=0.1)
-    steps["world_size"] = [8, 2]
+    typical = Spread(spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
     (_, told), (_, asked) = steps.iterrows()
     j, other = (tuple(float(row[name]) for name in SENSITIVITY) for row in (told, asked))
-    anchor = Anchor(model=told["model"], sensitivity=j, log_ratio=told["log_ratio"], gpus=8)
+    anchor = Anchor(model=told["model"], sensitivity=j, log_ratio=told["log_ratio"])
     known = Machine.new(typical).updated([anchor])
     found = with_anchors(steps, typical, 1).iloc[0]
-    logs = np.array(known.factors(asked["model"], 2).logs)
+    logs = np.array(known.factors(asked["model"]).logs)
     assert found["log_ratio"] == pytest.approx(asked["log_ratio"] - np.array(other) @ logs)
-    assert found["half"] == pytest.approx(known.half_width(other, asked["model"], 2))
+    assert found["half"] == pytest.approx(known.half_width(other, asked["model"]))
 
 
 def test_a_step_that_is_not_believed_is_no_anchor() -> None:
@@ -120,7 +118,7 @@ def test_an_anchor_tells_which_plan_is_best() -> None:
     As an anchor it is taken for 0.09 / (0.09 + 0.01) of log(2) more: the second is chosen. That
     one, all products, is as forecast and tells nothing, so that one of two choices is right.
     """
-    typical = Spread(spread=(0.3,) * 5, model=0.0, row=0.1)
+    typical = Spread(spread=(0.3,) * 6, model=0.0, row=0.1)
     found = ranked(two_plans(), typical)
     assert (found["tau"], found["tau_anchor"]) == (-1.0, 0.0)
     loss = 100 * (200 / 110 - 1)
