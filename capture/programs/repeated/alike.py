@@ -67,14 +67,12 @@ class Model:
     ``kinds``: what was seen of its passes since its attributes changed. ``library``: that of a
     wrapper with a ``backward`` of its own, whose hooks are part of each pass: DeepSpeed's gather
     parameters, free them, and send gradients on, so that each pass leaves all as it found it.
-    ``others``: kinds of passes that do not follow an optimizer's step, where this one does.
     """
 
     model: Any
     outermost: Any
     kinds: list[Any]
     library: str = ""
-    others: Sequence[Any] = ()
     awaits_backward = True
 
     def held(self, graph: bool = True) -> Any:

@@ -136,8 +136,7 @@ class Repeats:
         if not (graph and library):  # what its hooks gather next depends on what ran before
             self.kinds = {k: v for k, v in self.kinds.items() if k[0] != id(model) or not k[1]}
         kinds = self.kinds.setdefault(key, [])
-        others = self.kinds.get((*key[:-1], False), ()) if begins else ()
-        place = Model(model=model, outermost=outermost, kinds=kinds, library=library, others=others)
+        place = Model(model=model, outermost=outermost, kinds=kinds, library=library)
         self.inside = model
         try:
             if not library:
@@ -259,7 +258,12 @@ class Repeats:
         forms = [form_of(leaf, log) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         storages = list(map(log.storage, tensors)) if None not in forms else []
-        kind.reaches = reached(tensors) if isinstance(place, Model) else {}
+        reaches = reached(tensors) if isinstance(place, Model) else {}
+        kind.reaches = {  # but for what the pass itself made of its inputs
+            number: leaf
+            for number, leaf in reaches.items()
+            if isinstance(leaf, torch.nn.Parameter) or log.storage(leaf) not in inputs.storages
+        }
         results = forms, structure, list(kind.reaches)
         forward = measured.launched(calls, results, list(map(names.of, storages)))
         are_new = len({*storages}) == len(storages) and all(n >= names.since[0] for n in storages)
@@ -297,7 +301,7 @@ def _kind(place: Layer | Model, key: Any, numbers: Sequence[Any]) -> Kind:
     """The kind of passes with this key, and these numbers if it reads any; neither can be hashed.
 
     Of a model's those with its attributes alone: they are compared by identity, as long as they
-    live. One that launches what its ``others`` are known to launch is the second alike.
+    live.
     """
     kinds: list[Kind] = place.kinds
     for kind in kinds:
@@ -306,7 +310,4 @@ def _kind(place: Layer | Model, key: Any, numbers: Sequence[Any]) -> Kind:
     kinds.append(Kind(key=key))
     if isinstance(place, Model):
         kinds[:] = [kind for kind in kinds if kind.key[0][0] == key[0][0]]
-        for other in place.others:
-            if other.key == key and other.numbers in (None, numbers):
-                kinds[-1].last |= other.shown
     return kinds[-1]

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._pytree import tree_leaves
 
 from itercast.capture.opcall import Args, Argument, Kwargs
@@ -21,6 +25,7 @@ RESHAPING = ("set_", "resize_", "resize_as_")  # change a tensor, or where its m
 FIRST = "the first argument"  # which an op wrote over and returns
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]  # of a new tensor
+attributes: dict[str, Any] = {}  # of new fake tensors, of the mode and device that were last
 results: dict[Any, Any] = {}  # forms by op and arguments; none where these do not decide them
 
 
@@ -47,7 +52,7 @@ def run_remembered(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     if forms is FIRST:
         return args[0]
     with in_kernel_invocation_manager(mode):
-        made = [f and NEW(FakeTensor, mode, _empty(f), CPU) for f in forms[1:]]
+        made = [f and _fake(mode, _empty(f), CPU) for f in forms[1:]]
     return made[0] if forms[0] is Tensor else forms[0](made)
 
 
@@ -96,14 +101,28 @@ def _empty(form: Form) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
+def _fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> FakeTensor:
+    """A fake tensor around one without data: with attributes as of the first that torch made."""
+    if attributes.get("fake_mode") is not mode or attributes["_fake_device"] != device:
+        made = NEW(FakeTensor, mode, tensor, device)
+        attributes.clear()
+        attributes.update(vars(made))
+        return made
+    devices: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
+    made = Tensor._make_subclass(FakeTensor, tensor, tensor.requires_grad, **devices)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes)
+    return made
+
+
 def view_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     """A view of a fake tensor, or several, made by torch's own rule for tensors without data."""
     mode, device = args[0].fake_mode, args[0].fake_device
     with in_kernel_invocation_manager(mode):
         made = func(*args, **kwargs)
         if isinstance(made, Tensor):
-            return NEW(FakeTensor, mode, made, device)
-        return [NEW(FakeTensor, mode, part, device) for part in made]
+            return _fake(mode, made, device)
+        return [_fake(mode, part, device) for part in made]
 
 
 def is_plain(tensor: Argument, facts: Any) -> bool:
