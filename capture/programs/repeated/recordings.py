@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from itercast.capture.opcall import OpCall
+from itercast.capture.programs.backward import LASTING
 from itercast.capture.programs.gpus.devices import parts
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import edges
@@ -140,11 +141,13 @@ class ModelPass(Recording):
         """Hook the node by which backward enters the pass; whether it can be repeated.
 
         It can where backward enters it by one output, and adds outside of it to gradients of other
-        parameters alone. Nodes outside have to be younger, so that they all run before it.
+        parameters alone. Nodes outside have to be younger, so that they all run before it. What a
+        library's ``backward`` does after autograd is known only where ``LASTING`` has it.
         """
         reached_nodes = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, self.nodes)]
         entered = [(node, end) for node, end in reached_nodes if end[0] in self.nodes]
-        if len(entered) != 1 or entered[0][1] not in self.ends:
+        ends_unseen = self.model.library and not LASTING
+        if ends_unseen or len(entered) != 1 or entered[0][1] not in self.ends:
             return False
         added = {id(node.variable) for node, _ in reached_nodes if hasattr(node, "variable")}
         added |= {p for node, _ in reached_nodes for p in getattr(node, "reaches", ())}

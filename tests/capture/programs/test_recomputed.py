@@ -69,7 +69,7 @@ def training(
     model = wrapped(Net(adapter, reentrant))
     shards = [p for p in getattr(model, "shards", model.parameters()) if p.requires_grad]
     optimizer = torch.optim.AdamW(shards)
-    backward = getattr(model, "backward", torch.Tensor.backward)
+    backward = getattr(model, "backward", torch.Tensor.backward)  # before the capture wraps it
 
     def step() -> None:
         for _ in range(MICRO):
