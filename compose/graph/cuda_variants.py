@@ -2,6 +2,8 @@
 
 - Dropout: three calls on a CPU (draw, scale, multiply), one kernel on a GPU, which keeps a mask of
   one byte per element for backward (aten/src/ATen/native/Dropout.cpp, cuda/Dropout.cu).
+- Softmax in fp32 of an fp16 tensor: the GPU kernel reads fp16 itself and its backward writes fp16,
+  so that the casts around it vanish (aten/src/ATen/native/SoftMax.cpp, ``half_to_float``).
 - Recurrent networks, step by step on a CPU, are one call of cuDNN forward and one backward
   (aten/src/ATen/native/cudnn/RNN.cpp); so they are on a CPU whose rows show them whole.
 - Attention without a fused kernel leaves its weights for backward (``_with_weights``).
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from math import prod
 
 from itercast.capture.opcall import CELLS, Argument, OpCall, StepCapture, TensorSpec
@@ -25,6 +28,8 @@ from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, cell_of, s
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
 DROPOUT_DRAW = ("bernoulli_", "div_")
+SOFTMAX = ("_softmax", "_log_softmax")
+SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
 EVENTS = ("view_op", "autograd_node")  # of the host: some for each call
 GROUP_NORM = "aten.native_group_norm.default"
 NHWC_OPS = tuple(
@@ -125,9 +130,9 @@ def with_cuda_variants(capture: StepCapture, gpu: Gpu) -> StepCapture:
     """
     capture = _with_weights(capture, gpu)
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
-    builder = StepBuilder(capture)
+    builder, fused = StepBuilder(capture), _fused_casts(capture.calls)
     for i, call in enumerate(capture.calls):
-        builder.calls += _on_gpu(call, masks)
+        builder.calls += () if i in fused else _on_gpu(call, masks)
         builder.done(i)
     return builder.step()
 
@@ -176,6 +181,26 @@ def _is_unfused(call: OpCall, gpu: Gpu) -> bool:
     grouped = len(q.shape) > 3 and q.shape[-3] != k.shape[-3]
     flash = q.dtype in SIXTEEN_BIT and gpu.architecture not in BEFORE_AMPERE
     return grouped and (not flash or bool(call.kwargs.get("masked")))
+
+
+def _fused_casts(calls: Sequence[OpCall]) -> set[int]:
+    """Returns the indices of casts that the softmax kernel next to them does itself."""
+    fused = set()
+    for i, (first, second) in enumerate(pairwise(calls)):
+        if not {t.storage for t in first.outputs} & {t.storage for t in second.tensors()}:
+            continue
+        if _name(second) in SOFTMAX and _cast_dtypes(first) == ("fp16", "fp32"):
+            fused.add(i)
+        elif _name(first) in SOFTMAX_BACKWARD and _cast_dtypes(second) == ("fp32", "fp16"):
+            fused.add(i + 1)
+    return fused
+
+
+def _cast_dtypes(call: OpCall) -> tuple[str, str] | None:
+    """Returns (from, to) of a cast; None for any other call."""
+    if _name(call) != "_to_copy":
+        return None
+    return call.args[0].dtype, call.outputs[0].dtype
 
 
 def _on_gpu(call: OpCall, masks: set[int]) -> Iterator[OpCall]:

@@ -25,7 +25,7 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
 )
-from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.elementwise import windowed_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along, swept
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
@@ -267,10 +267,12 @@ def _channels_last(t: TensorSpec) -> bool:
 
 
 def fallback(p: Pooling, measured: Measured) -> list[Part]:
-    """A pass over its bytes."""
-    if measured.gpu.kind == "cpu" or measured.seen("pooling", p.op, p.dtype):
+    """A window for each output; backward is left to its bytes."""
+    backward = p.op.endswith("backward")
+    if backward or measured.gpu.kind == "cpu" or measured.seen("pooling", p.op, p.dtype):
         return []
-    return [memory_copy(float(bytes_moved(p)))]
+    outputs = 1.0 * p.batch * p.channels * p.out_h * p.out_w
+    return [windowed_copy(outputs, float(taps(p)), float(bytes_moved(p)), measured.gpu)]
 
 
 NAMES = (*FORWARD, *SAME_AS)

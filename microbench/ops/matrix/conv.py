@@ -26,7 +26,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.matrix.conv_rate import most_of_peak, rate
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
-from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.elementwise import memory_copy, windowed_copy
 from itercast.microbench.ops.sizes import (
     MATMUL_DTYPES,
     MAX_BATCH,
@@ -348,21 +348,22 @@ def _over_forward(p: Conv, channels_last: bool) -> float:
 def _grouped(p: Conv, measured: Measured) -> list[Part]:
     """Passes of a grouped convolution over its tensors; ``terms`` are summed per output.
 
-    Depthwise ones in fp32, torch's own kernels, take one pass. Others take 1 + sqrt(terms / 9)
-    passes, or as long as FLOP at GROUPED_SHARE of the peak; both gradients of few or wide groups in
-    NHWC max(passes, terms / 5), as cuDNN is slow there.
+    Depthwise ones in fp32 run in torch's own kernels, a thread per output. Others take 1 +
+    sqrt(terms / 9) passes, or as long as FLOP at GROUPED_SHARE of the peak; both gradients of few
+    or wide groups in NHWC max(passes, terms / 5), as cuDNN is slow there.
     """
     group_width, moved, gpu = p.in_channels // p.groups, _moved(p), measured.gpu
-    times = _over_forward(p, measured.channels_last)
     if group_width == 1 and p.dtype == "fp32":
-        return [replace(memory_copy(moved), times=times)]
+        outputs = float(pixels(p)[1]) * p.out_channels
+        copy = windowed_copy(outputs, float(taps(p)), moved, gpu)
+        return [replace(copy, times=copy.times * _over_forward(p, measured.channels_last))]
     terms = group_width * float(taps(p))
     compute_s = float(flops(replace(p, op="forward"))) / (GROUPED_SHARE * gpu.peak(p.dtype))
     passes = max(1 + (terms / TERMS_OF_PASS) ** 0.5, compute_s * gpu.hbm_bytes_per_s / moved)
     few = p.groups < SLOW_IN_NHWC["groups"] or group_width > SLOW_IN_NHWC["groups"]
     if p.op == "backward" and measured.channels_last and group_width > 1 and few:
         passes = max(passes, terms / SLOW_IN_NHWC["terms_of_pass"])
-    return [replace(memory_copy(moved), times=passes * times)]
+    return [replace(memory_copy(moved), times=passes * _over_forward(p, measured.channels_last))]
 
 
 FAMILY = Family(

@@ -310,14 +310,17 @@ def resize(p: Gemm, factor: float, first_share: float) -> Gemm:
 def fallback(p: Gemm, measured: Measured) -> list[Part]:
     """Prices grouped_mm where a GPU has no kernel for it, and fp8 products, by other products.
 
-    Products in 4 bits, of which there are no rows, are as far from their own bound by flops and
-    bytes as those in fp8 from theirs. No parts where the family's model prices the product.
+    A matrix times a vector in fp32 is a pass over the matrix. Products in 4 bits, of which there
+    are no rows, are as far from their own bound by flops and bytes as those in fp8 from theirs. No
+    parts where the family's model prices the product.
     """
     if p.dtype in BLOCK_SCALED:
         in_fp8, gpu = replace(p, dtype="fp8"), measured.gpu
         ratio = _bound_s(p, gpu) / _bound_s(in_fp8, gpu)
         parts = fallback(in_fp8, measured) or [Part(family="gemm", params=in_fp8)]
         return [replace(part, times=ratio * part.times) for part in parts]
+    if min(p.m, p.n) == p.batch == 1 and p.dtype == "fp32" and measured.gpu.kind != "cpu":
+        return [memory_copy(float(bytes_moved(p)))]
     if p.op == "grouped_mm":
         return _one_by_one(p, measured)
     if p.op == "scaled_mm" and measured.gpu.kind != "cpu" and p.n >= FP8_CAST_LEAST_COLUMNS:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import Any
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
@@ -38,6 +39,7 @@ COMMON_KINDS = [kind for kind in KINDS if kind[0] in known.COMMON]
 POSITIVE = ("log", "sqrt", "rsqrt", "logit", "pow", "pow_general", "reciprocal", "div")
 INTEGERS = ("add", "mul", "eq", "clone", "copy_", "zeros_like", "where")
 FP8_CAST = "fp8_cast"  # of libraries: scale and cast in one kernel
+WINDOW_CLOCKS: Mapping[str, float] = assumed(__file__, "window_clocks")
 CHEAP = ("add", "mul", "add_", "mul_", "copy_", "clone", "relu", "zeros_like", "ones_like", "fill_")
 
 
@@ -297,6 +299,17 @@ def memory_copy(nbytes: float) -> Part:
     numel = max(1, round(nbytes / 8))
     point = Elementwise(op="mul", numel=numel, inner=numel, tensors=1, form="scalar")
     return Part(family="elementwise", params=point)
+
+
+def windowed_copy(outputs: float, taps: float, nbytes: float, gpu: Gpu) -> Part:
+    """A pass over ``nbytes`` whose kernel computes each output from a window of ``taps`` inputs.
+
+    Such kernels of torch, a thread per output, find indices and load operands one by one:
+        time = bytes / bandwidth + outputs * (output + tap * taps) / (SMs * clock)
+    """
+    clocks = outputs * (WINDOW_CLOCKS["output"] + WINDOW_CLOCKS["tap"] * taps)
+    busy_s = clocks / (gpu.sm_count * gpu.clock_hz)
+    return replace(memory_copy(nbytes), times=1 + busy_s * gpu.hbm_bytes_per_s / nbytes)
 
 
 FAMILY = Family(

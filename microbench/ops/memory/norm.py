@@ -57,6 +57,9 @@ FACTS = facts_of(__file__)
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
 CLOCKS: Mapping[str, float] = assumed(__file__, "clocks")
+BLOCK_RATE: float = assumed(__file__, "block_rate")
+# Tensors that a pass over statistics reads. Source: as PASSES.
+STATISTICS = {"batch": 1, "batch_backward": 2, "group": 1, "group_backward": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,13 +285,21 @@ def resize(p: Norm, factor: float, first_share: float) -> Norm:
 def fallback(p: Norm, measured: Measured) -> list[Part]:
     """Prices a norm as a copy of the bytes that its passes over the tensor read and write.
 
-    Rows are of NCHW and say nothing of NHWC.
+    Statistics of a channel or group are summed by one block of threads in NCHW, at BLOCK_RATE at
+    most: a pass of n statistics takes bandwidth / (n * rate) as long where they are few. Rows are
+    of NCHW and say nothing of NHWC.
     """
     rows_apply = not (p.op.startswith("batch") and measured.channels_last)
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
     if unknown or (rows_apply and measured.seen("norm", p.op, p.dtype)):
         return []
-    return [memory_copy(float(traffic_bytes(p)))]
+    nbytes = float(traffic_bytes(p))
+    if p.op in STATISTICS and not measured.channels_last:
+        blocks = p.channels if p.op.startswith("batch") else p.rows * p.groups
+        slowdown = measured.gpu.hbm_bytes_per_s / (blocks * BLOCK_RATE)
+        elements, itemsize = p.rows * p.cols * p.channels, float(itemsize_bytes(p.dtype))
+        nbytes += STATISTICS[p.op] * max(0.0, slowdown - 1) * elements * itemsize
+    return [memory_copy(nbytes)]
 
 
 FAMILY = Family(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import OpCall, TensorSpec, torch_dtype
@@ -16,13 +17,16 @@ from itercast.microbench.ops.calls import answers_of, call_of
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
     Numbers,
+    Part,
     Workload,
     is_any,
     itemsize_bytes,
     logs,
     repeated,
 )
+from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, scale_axes, swept
 
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
@@ -36,6 +40,7 @@ NLL = (*NLL_FORWARD, *NLL_BACKWARD)
 PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
 FACTS = facts_of(__file__)
 MAX_ELEMENTS = 2**23
+BLOCK_BYTES: int = assumed(__file__, "block_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +224,30 @@ def allocated_bytes(p: Reduction) -> float:
     return 1.0 * p.outer * p.size * p.inner * float(itemsize_bytes(p.dtype))
 
 
+def fallback(p: Reduction, measured: Measured) -> list[Part]:
+    """Prices a reduction that no model has seen on a GPU as kernels that models may have seen.
+
+    Softmax backward multiplies gradient and output, then runs log-softmax's kernel (torch 2.1,
+    SoftMax.cu); a row too long for a block is read and written as often as in the forward, which
+    then stands for it. A loss's backward writes zeros: a copy of its bytes, as are other
+    reductions. Softmax and a loss's forward, and what is left of them, are priced by a roofline.
+    """
+    if measured.gpu.kind == "cpu" or measured.seen("reduction", p.op, p.dtype):
+        return []
+    kernel = Part(family="reduction", params=p)
+    row_bytes = p.size * itemsize_bytes(p.dtype)
+    if p.op in SOFTMAX_BACKWARD and p.inner == 1 and row_bytes > BLOCK_BYTES:
+        forward = replace(p, op=p.op.removesuffix("_backward_data"))
+        kernel = Part(family="reduction", params=forward, checked=True)
+    if p.op == "_softmax_backward_data":
+        numel = p.outer * p.size * p.inner
+        product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
+        return [kernel, Part(family="elementwise", params=product)]
+    if p.op in (*SOFTMAX, *NLL_FORWARD):
+        return [kernel] if kernel.checked else []
+    return [replace(memory_copy(float(bytes_moved(p))), checked=p.op in NLL)]
+
+
 FAMILY = Family(
     name="reduction",
     params=Reduction,
@@ -235,4 +264,5 @@ FAMILY = Family(
         weight=1.0,
     ),
     fusible=True,
+    fallback=fallback,
 )

@@ -21,6 +21,7 @@ from itercast.microbench.ops.lookup.embedding import Embedding
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.conv import Conv
+from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent
 from itercast.microbench.ops.memory.elementwise import memory_copy
@@ -66,24 +67,31 @@ def test_times_grow_with_rows_and_bytes(op: str, gpu: str) -> None:
         assert in_16_bit <= 1.25 * max(once, GROWS_US) and once <= twice * (1 + 1e-9)
 
 
+THIN = Gemm(op="mm", m=64, n=1, k=1000, dtype="fp32")
 NORM = Norm(op="batch", rows=2, cols=64, channels=16)
 LOOKUP = Embedding(op="backward", rows=5, dim=4, lookups=3)
 LOOKED_UP = {**MODELS, "embedding": learned("forward")}
 BATCHED = {**MODELS, "norm": learned("batch")}
+TOTAL = Reduction(op="sum", outer=64, size=1000)
 COPIES: list[tuple[Any, Any, bool, list[float]]] = [  # and bytes that a copy in its place moves
+    (THIN, MODELS, False, [(64 * 1000 + 1000 + 64) * 4]),  # a pass over the matrix
+    (replace(THIN, n=2), MODELS, False, []),
     (NORM, MODELS, True, [3 * 2 * 64 * 16 * 4]),  # three passes
     (NORM, BATCHED, True, [3 * 2 * 64 * 16 * 4]),  # rows are of NCHW
     (NORM, BATCHED, False, []),
-    (NORM, MODELS, False, [3 * 2 * 64 * 16 * 4]),
-    (replace(NORM, op="batch_backward"), MODELS, False, [5 * 2 * 64 * 16 * 4]),
-    (replace(NORM, op="batch_eval"), MODELS, False, [2 * 2 * 64 * 16 * 4]),
+    (replace(NORM, channels=128), MODELS, False, [3 * 2 * 64 * 128 * 4]),
+    # 25 blocks of 8 GB/s read a fifth of 1 TB/s: each pass over statistics takes five times
+    (replace(NORM, channels=25), MODELS, False, [(2 + 5) * 2 * 64 * 25 * 4]),
+    (replace(NORM, op="batch_backward", channels=25), MODELS, False, [13 * 2 * 64 * 25 * 4]),
+    (replace(NORM, op="batch_eval", channels=25), MODELS, False, [2 * 2 * 64 * 25 * 4]),
     (Norm(op="layer", rows=2, cols=64), MODELS, False, []),  # known
     (Norm(op="layer_backward", rows=2, cols=64), MODELS, False, [8 * 2 * 64 * 4]),
     # 3 look-ups read and written, 5 rows zeroed, of 4 numbers of 4 bytes; indices of 8 bytes
     (LOOKUP, MODELS, False, [(2 * 3 + 5) * 4 * 4 + 8 * 3]),
     (LOOKUP, LOOKED_UP, False, [(2 * 3 + 5) * 4 * 4 + 8 * 3]),
     (replace(LOOKUP, op="forward"), LOOKED_UP, False, []),
-    (Reduction(op="sum", outer=64, size=1000), MODELS, False, []),
+    *((replace(TOTAL, op=op), MODELS, False, [64 * 1001 * 4]) for op in ("sum", "argmax", "var")),
+    (replace(TOTAL, op="_softmax"), MODELS, False, []),
 ]
 
 
@@ -136,12 +144,15 @@ def test_gradients_take_longer_the_shorter_the_sums_of_a_convolution_are(
     assert part.params == layer and part.times == pytest.approx(forwards)
 
 
-def test_a_depthwise_convolution_in_fp32_is_a_pass_over_its_tensors() -> None:
+def test_a_depthwise_convolution_in_fp32_takes_clocks_for_each_output_and_tap() -> None:
+    """64 outputs a channel, 16 channels, 2 images, 0.7 + 9 * 0.15 clocks each, at 8 GHz in all."""
     depthwise = replace(LAYER, in_channels=16, out_channels=16, groups=16, kernel_h=3, kernel_w=3)
-    depthwise = replace(depthwise, padding_h=1, padding_w=1)
-    assert fallback_parts(depthwise, MODELS, False, GPU) == [memory_copy(2 * 2 * 16 * 64 * 4)]
-    (both,) = fallback_parts(replace(depthwise, op="backward"), MODELS, False, GPU)
-    assert both.times == pytest.approx(1 + 2.5)
+    depthwise, gpu = replace(depthwise, padding_h=1, padding_w=1), replace(GPU, clock_hz=1e9)
+    (forward,) = fallback_parts(depthwise, MODELS, False, gpu)
+    nbytes, busy_s = 2 * 2 * 16 * 64 * 4, 2 * 16 * 64 * (0.7 + 9 * 0.15) / 8e9
+    assert forward == replace(memory_copy(nbytes), times=pytest.approx(1 + busy_s * 1e12 / nbytes))
+    (both,) = fallback_parts(replace(depthwise, op="backward"), MODELS, False, gpu)
+    assert both.times == pytest.approx((1 + 2.5) * forward.times)
 
 
 def test_a_grouped_convolution_reaches_part_of_the_peak() -> None:
