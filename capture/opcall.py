@@ -84,7 +84,8 @@ INDEX_BYTES = 8  # of one index of a sparse tensor: int64
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
-    return getattr(torch, TORCH_NAMES.get(name, name))
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES.get(name, name))
+    return dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,4 +162,5 @@ def forecast_step(step: StepCapture, target: Target, book: PriceBook | None = No
     if target.lane is None:
         return found
     samples = step.samples * target.plan.microbatches
-    return function_of("inputs", "with_input")(found, target.lane, target, samples)
+    fed: Forecast = function_of("inputs", "with_input")(found, target.lane, target, samples)
+    return fed

@@ -37,7 +37,8 @@ R = TypeVar("R")
 def fetched_root(text: str) -> Path:
     """Parses an option that names a dataset root: the folder, or a local copy of the URL."""
     try:
-        return function_of("roots", "fetched")(text)
+        root: Path = function_of("roots", "fetched")(text)
+        return root
     except (ValueError, OSError) as exc:
         raise typer.BadParameter(str(exc)) from exc
 

@@ -47,7 +47,8 @@ def first_of_kinds(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
     """
     kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
     number_in_kind = rows.groupby(kinds, dropna=False).cumcount()
-    return rows.loc[number_in_kind.sort_values(kind="stable").index[:limit]]
+    kept: pd.DataFrame = rows.loc[number_in_kind.sort_values(kind="stable").index[:limit]]
+    return kept
 
 
 def subsample_evenly(rows: pd.DataFrame, limit: int) -> pd.DataFrame:

@@ -28,7 +28,8 @@ WIDTH = 64
 
 def scalar(logits: torch.Tensor) -> torch.Tensor:
     """A loss that no other model's ops are part of."""
-    return torch.logsumexp(logits, -1).sum()
+    loss: torch.Tensor = torch.logsumexp(logits, -1).sum()
+    return loss
 
 
 class Adapted(nn.Module):
@@ -87,7 +88,8 @@ def model(name: str, batch: int = 4, seq: int = 64) -> StepCapture:
     if name == "frozen":
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         return capture(Frozen(), tokens, batch=batch, seq=seq)
-    return (experts_at if name == "moe" else capture_at)(batch, seq)
+    found: StepCapture = (experts_at if name == "moe" else capture_at)(batch, seq)
+    return found
 
 
 class Bare(Flat):

@@ -128,7 +128,8 @@ def _package(dist: Distribution | None) -> str:
 def _stated() -> dict[str, dict[str, str]]:
     """The entry points in the checkout's pyproject.toml, by group and name."""
     project = tomllib.loads(CHECKOUT.read_text())["project"]
-    return project["entry-points"]
+    stated: dict[str, dict[str, str]] = project["entry-points"]
+    return stated
 
 
 def _loaded(point: EntryPoint, where: str) -> Any:

@@ -63,7 +63,8 @@ def load_yaml(text: str) -> Any:
 
 def facts_of(file: str) -> dict[str, Any]:
     """The contents of the YAML file beside a module (its ``__file__``) that has the same name."""
-    return yaml.load(Path(file).with_suffix(".yaml").read_text(), OwnLoader)
+    facts: dict[str, Any] = yaml.load(Path(file).with_suffix(".yaml").read_text(), OwnLoader)
+    return facts
 
 
 def read_values(path: Path, what: str) -> Any:

@@ -58,7 +58,8 @@ class Once:
         """The result that is kept under this key, else that of ``compute``."""
         if key not in self._results:
             self._results[key] = compute()
-        return self._results[key]
+        result: R = self._results[key]
+        return result
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a result is kept under this key."""

@@ -116,7 +116,8 @@ def _slowdown(book: PriceBook) -> float:
         rows = book.points("host", events)
         return median(float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in events)
 
-    return book.once(("slowdown",), measured_over_assumed)
+    slowdown: float = book.once(("slowdown",), measured_over_assumed)
+    return slowdown
 
 
 def _book_of_host_times(book: PriceBook) -> PriceBook:

@@ -156,7 +156,8 @@ def _launches_us(rows: pd.DataFrame) -> np.ndarray:
         calls = rows[(rows["launch_us"] > 0) & (rows["family"] == "elementwise")]
         calls = calls[calls["cache"] != "cold"] if "cache" in calls else calls
         parts.append(WARM_CALL * calls["launch_us"])
-    return pd.concat(parts).to_numpy(dtype=float)
+    launches: np.ndarray = pd.concat(parts).to_numpy(dtype=float)
+    return launches
 
 
 def scaled_host(name: str, slowdown: float, **facts: Any) -> HostMachine:

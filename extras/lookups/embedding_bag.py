@@ -103,7 +103,8 @@ def _with_random_bags(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag
     spread = round(float(rng.uniform(0.2, 1.5)), 2) if rng.random() < 0.5 else 0.0
     weighted = p.mode == "sum" and bool(rng.random() < 0.2)
     p = replace(p, spread=spread if p.lookups > p.bags else 0.0, weighted=weighted)
-    return with_random_stream(rng, p)
+    bagged: EmbeddingBag = with_random_stream(rng, p)
+    return bagged
 
 
 def build(p: EmbeddingBag, device: str) -> Workload:

@@ -113,7 +113,8 @@ def zipf_indices(p: Stream, device: str) -> Tensor:
         back = torch.randint(1, RECENT + 1, rank.shape, device=device)
         at = (torch.arange(p.lookups, device=device) - back).clamp(min=0)
         rank = torch.where(torch.rand(rank.shape, device=device) < p.repeats, rank[at], rank)
-    return rank * scatter_factor(p.rows) % p.rows
+    scattered: Tensor = rank * scatter_factor(p.rows) % p.rows
+    return scattered
 
 
 def unique_rows(p: Stream) -> Numbers:

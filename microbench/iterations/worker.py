@@ -199,7 +199,8 @@ class BuiltApart:
     def rows(self, repeat: int) -> list[Row]:
         """Measure each once; returns the rows."""
         self.pipe.send(repeat)
-        return self._answer()
+        rows: list[Row] = self._answer()
+        return rows
 
     def _answer(self) -> Any:
         """What the fork sends; SystemExit with its code where it failed, as it said why."""

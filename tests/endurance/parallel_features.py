@@ -57,7 +57,7 @@ class Block(nn.Module):
         h = self.norm(x)
         q, k, v = (f(h).unflatten(-1, (-1, 64)).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention to earlier tokens."""
@@ -77,7 +77,7 @@ class Model(nn.Module):
         x = self.words(ids)
         for block in self.blocks:
             x = self.run(block, x)
-        return self.head(x)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def batch(device: torch.device, samples: int = 8) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ class Recurrent(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = F.relu(self.before(self.words(ids).mT)).mT
         x = F.relu(self.after(self.states(x)[0].mT)).mT
-        return self.head(x)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 # Both convolutions, and the three gates of the input and of the state.
@@ -410,7 +410,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(x if self.words is None else self.words(x))
-        return x if self.head is None else self.head(x)
+        return x if self.head is None else self.head(x)  # type: ignore[no-any-return]
 
 
 def pipeline(device: torch.device, schedule: str, order: str) -> None:

@@ -90,7 +90,8 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: str = "") -> E
     if adapters and read.of_timm:
         raise ValueError(f"lora {lora} for {read.name}: adapts models of transformers only")
     if read.of_timm:
-        return function_of("configurations", "timm")(read.name, read.values, read.digest)
+        case: EvalCase = function_of("configurations", "timm")(read.name, read.values, read.digest)
+        return case
     return case_of(read, attn, labels=mode == "train" and loss == "default", adapters=adapters)
 
 

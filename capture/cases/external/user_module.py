@@ -55,7 +55,7 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ValueError(f"model {name!r}: {one_line_error(exc)}") from exc
     if not callable(loaded):
         raise ValueError(f"model {name!r}: {function} is not a function")
-    return loaded
+    return loaded  # type: ignore[no-any-return]
 
 
 def call_function(function: Callable[..., Any], batch: int | None, seq: int | None) -> UserModel:

@@ -74,7 +74,8 @@ class CourseBlock(nn.Module):
         at = torch.arange(seq, device=x.device)
         scores = torch.where(at[:, None] >= at[None, :], scores, float("-inf"))
         y = torch.einsum("bhqk,bhkd->bhqd", softmax(scores), v)
-        return self.out(y.transpose(1, 2).reshape(batch, seq, width))
+        joined: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, width))
+        return joined
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """(batch, seq, width) to the same."""

@@ -43,7 +43,8 @@ class NanochatBlock(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         q, k = (normed(rotate(part, angles)).type_as(v) for part in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return joined
 
     def forward(self, x: Tensor, first: Tensor, tokens: Tensor, angles: Tensor) -> Tensor:
         """(batch, seq, width) to the same."""

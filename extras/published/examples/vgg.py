@@ -32,7 +32,8 @@ class Vgg(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """(batch, 3, height, width) to (batch, classes); labels are not used."""
-        return self.head(self.stages(images))
+        logits: Tensor = self.head(self.stages(images))
+        return logits
 
 
 def _stage(into: int, width: int, count: int) -> Iterator[nn.Module]:

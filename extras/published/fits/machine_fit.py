@@ -46,7 +46,8 @@ class Group:
     def covariance(self, spread: np.ndarray, model: float, row: float) -> np.ndarray:
         """Of the log ratios of steps, as ``Machine`` has it."""
         own = (self.j * spread**2) @ self.j.T + model**2 * self.same
-        return own + row**2 * np.eye(len(self.y))
+        covariance: np.ndarray = own + row**2 * np.eye(len(self.y))
+        return covariance
 
     def loss(self, spread: np.ndarray, model: float, row: float) -> float:
         """Twice the negative log likelihood, but for constants."""

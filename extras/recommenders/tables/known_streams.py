@@ -53,7 +53,8 @@ def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> 
 
 def _point(call: OpCall) -> EmbeddingBag | None:
     answer = FAMILY.answers.get(call.op)
-    return answer(call) if answer else None
+    found: EmbeddingBag | None = answer(call) if answer else None
+    return found
 
 
 def _sizes(p: EmbeddingBag) -> tuple[int, ...]:

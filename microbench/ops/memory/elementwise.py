@@ -150,7 +150,10 @@ def _arguments(p: Elementwise) -> Sequence[Any]:
     if p.tensors == 1 and p.op in known.SCALAR:
         return ["x", "number"]
     tensors = ["x", "y", "z"][: p.tensors]
-    return tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
+    arguments: Sequence[Any] = (
+        tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
+    )
+    return arguments
 
 
 def flops(p: Elementwise) -> Numbers:

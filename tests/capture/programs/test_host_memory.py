@@ -47,7 +47,8 @@ def calls_of(
     """A step of the loop with these lines."""
     text = LOOP.replace("BEFORE", before).replace("UPDATE", update.strip())
     text = text.replace("FORWARD", forward or "loss = model(x).sum()")
-    return captured(written(folder, text), gpus=1).ranks[0].calls
+    calls: tuple[OpCall, ...] = captured(written(folder, text), gpus=1).ranks[0].calls
+    return calls
 
 
 def copies(calls: tuple[OpCall, ...]) -> list[tuple[str, int]]:

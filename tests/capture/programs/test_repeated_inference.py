@@ -94,7 +94,7 @@ class Reader(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         Reader.runs += 1
         words = self.words(tokens)
-        return self.out(words.exp() if self.reads and tokens[0] == 0 else words)
+        return self.out(words.exp() if self.reads and tokens[0] == 0 else words)  # type: ignore[no-any-return]
 
 
 class Remembering(Reader):

@@ -42,7 +42,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         Layer.runs += 1
         wide: Tensor = self.up(self.norm(x)).relu()
-        return x + self.down(wide)
+        return x + self.down(wide)  # type: ignore[no-any-return]
 
 
 class Counts(Layer):
@@ -85,7 +85,7 @@ class Balanced(Layer):
         Layer.runs += 1
         wide = self.up(self.norm(x)).relu()
         self.loss = wide.pow(2).mean()
-        return x + self.down(wide)
+        return x + self.down(wide)  # type: ignore[no-any-return]
 
 
 class Hiding(Balanced):
@@ -133,7 +133,7 @@ class Model(nn.Module):
             given = (x, *self.masks[number : number + 1])
             x = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
         own = [layer.loss for layer in self.layers if isinstance(layer, Balanced)]
-        return x + sum(own) + kept if self.skips else x + sum(own)
+        return x + sum(own) + kept if self.skips else x + sum(own)  # type: ignore[no-any-return]
 
 
 def training(model: Any, micro: int = 1) -> Step:

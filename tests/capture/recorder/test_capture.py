@@ -288,7 +288,8 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
-        return self.cells(y.exp() * y.tanh())[0]
+        hidden: torch.Tensor = self.cells(y.exp() * y.tanh())[0]
+        return hidden
 
 
 def test_what_autograd_adds_in_place_is_captured_so() -> None:

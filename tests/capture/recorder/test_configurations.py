@@ -110,7 +110,8 @@ class Small(nn.Module):
         self.head = nn.Linear(8, num_classes)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.head(self.stem(pixels).mean((2, 3)))
+        logits: torch.Tensor = self.head(self.stem(pixels).mean((2, 3)))
+        return logits
 
 
 class Sized(Small):
@@ -129,7 +130,8 @@ class Encoder(Small):
     """An image encoder without a head."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.stem(pixels)
+        features: torch.Tensor = self.stem(pixels)
+        return features
 
 
 @pytest.fixture

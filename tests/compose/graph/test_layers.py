@@ -54,7 +54,8 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
+        y: torch.Tensor = self.down(self.up(x))
+        return y
 
 
 class Alternating(nn.Module):

@@ -105,7 +105,8 @@ class Fused(nn.Module):
         parts = self.qkv(x).split(WIDTH, dim=2)
         q, k, v = (t.view(batch, seq, 4, WIDTH // 4).transpose(1, 2) for t in parts)
         y = (q @ k.transpose(2, 3)).softmax(-1) @ v
-        return x + self.out(y.transpose(1, 2).reshape(batch, seq, WIDTH))
+        found: torch.Tensor = x + self.out(y.transpose(1, 2).reshape(batch, seq, WIDTH))
+        return found
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -140,7 +141,8 @@ class Block(nn.Module):
         self.narrow = Adapted(nn.Linear(WIDE, WIDTH), RANK)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.narrow(torch.relu(self.wide(self.norm(x))))
+        y: torch.Tensor = x + self.narrow(torch.relu(self.wide(self.norm(x))))
+        return y
 
 
 def model() -> nn.Module:

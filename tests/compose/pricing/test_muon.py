@@ -38,7 +38,8 @@ class Stack(nn.Module):
         x = self.table(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return torch.logsumexp(self.head(x), -1).sum()
+        loss: torch.Tensor = torch.logsumexp(self.head(x), -1).sum()
+        return loss
 
 
 @cache

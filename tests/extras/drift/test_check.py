@@ -230,7 +230,8 @@ MODEL = ("gpt-s", "--gpu", "h100-sxm-80gb", "--dtype", "bf16", "--batch", "1")
 
 def predicted(host: str) -> dict[str, Any]:
     done = runner.invoke(app, ["predict", *MODEL, "--host", host, "--json"], catch_exceptions=False)
-    return json.loads(done.output)
+    found: dict[str, Any] = json.loads(done.output)
+    return found
 
 
 @pytest.fixture

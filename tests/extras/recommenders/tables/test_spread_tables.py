@@ -57,7 +57,8 @@ class Net(nn.Module):
         for bag in self.bags:
             x = x + bag(index)
         history = self.items(index).sum(dim=1) + self.items(index[:, 0])
-        return self.top(x * history).mean()
+        loss: torch.Tensor = self.top(x * history).mean()
+        return loss
 
 
 def step(optimizer: str = "sgd", sparse: bool = False, mode: str = "train") -> StepCapture:
@@ -345,7 +346,8 @@ class Mixture(nn.Module):
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         x = self.items(index).view(4, -1, DIM)
-        return torch.bmm(x, self.blocks[0]["up"]).square().mean()
+        loss: torch.Tensor = torch.bmm(x, self.blocks[0]["up"]).square().mean()
+        return loss
 
 
 def test_tables_beside_experts() -> None:

@@ -42,7 +42,8 @@ class Net(nn.Module):
         history = self.items(index).sum(dim=1)
         for block in self.blocks:
             x = torch.relu(block(x))
-        return self.top(x * history).mean()
+        loss: torch.Tensor = self.top(x * history).mean()
+        return loss
 
 
 def step() -> StepCapture:

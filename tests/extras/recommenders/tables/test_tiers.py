@@ -147,7 +147,8 @@ class Features(nn.Module):
         self.top = nn.Linear(32, 8)
 
     def forward(self, vertices: torch.Tensor) -> torch.Tensor:
-        return self.top(self.features(vertices))
+        out: torch.Tensor = self.top(self.features(vertices))
+        return out
 
 
 def test_frozen_features_are_fetched_for_distinct_vertices() -> None:
