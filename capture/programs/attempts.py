@@ -59,9 +59,8 @@ class KnownRanks:
         return self
 
     def program(self, world_size: int) -> ProgramCapture:
-        """The captured ranks as one program; its passes are the first rank's.
-
-        Memory that is held is the rank's with the highest peak."""
+        """The captured ranks as one program; its passes are the first rank's, its held
+        memory that of the rank with the highest peak."""
         done = dict(sorted(self.done.items()))
         fields = [rank.fields for rank in done.values()]
         fullest = max(done.values(), key=lambda rank: rank.peak_bytes)
