@@ -28,6 +28,7 @@ from itercast.microbench.ops import families
 
 MESSAGES = "collective"  # the family of messages
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of steps on a CPU
+IN_PRACTICE: float = assumed(__file__, "in_practice")  # trainings without text beside benchmarks
 OF_KERNELS = ((True, "products"), (False, "memory"))  # a machine's factor of products, of others
 # Facts of a simulated iteration that a forecast states as they are.
 SIMULATED: tuple[str, ...] = (
@@ -63,7 +64,9 @@ class Forecast:
     unlike (``itercast.extras.lengths.sequences.Lengths``); tokens are then those that are no
     padding. ``cluster``: on unlike GPUs (``itercast.extras.clusters``) what each group has, and
     the time with equal shares, 0 where there are none. ``notes``: what to know of how the step was
-    forecast (``itercast.compose.notes``).
+    forecast (``itercast.compose.notes``). ``in_practice``: how many times as long as forecast steps
+    of such networks took in trainings that were reported, which benchmarks do not show; 1 where
+    they took as long, or where more is known of the machine.
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -111,6 +114,7 @@ class Forecast:
     cluster: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     parts_frac: dict[str, float] = field(default_factory=dict)
+    in_practice: float = 1.0
 
     @property
     def lanes_us(self) -> tuple[float, ...]:
@@ -156,7 +160,15 @@ def forecast(
     remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.cluster))
     if lacking := lacking_on_host(rank.cluster, numbers.host_memory_bytes):
         numbers = replace(numbers, fits=False, memory_verdict=f"{MISFITS}: {lacking}")
-    return replace(numbers, lengths=lengths, notes=remarks)
+    times = in_practice(numbers, book) if step.optimizer != "none" else 1.0
+    return replace(numbers, lengths=lengths, notes=remarks, in_practice=times)
+
+
+def in_practice(numbers: Forecast, book: PriceBook) -> float:
+    """``Forecast.in_practice`` of a training step: of networks that convolve, not of text."""
+    is_measured = book.gpu.kind == "cpu" or book.known is not None
+    convolves = "conv" in numbers.by_family_us and not numbers.tokens_per_s
+    return IN_PRACTICE if convolves and not is_measured else 1.0
 
 
 def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster) -> Rank:

@@ -11,7 +11,8 @@ from plan_case import GPU, Fixed, tensor
 
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import HALF_WIDTH, forecast
+from itercast.compose.forecast import HALF_WIDTH, IN_PRACTICE, forecast, in_practice
+from itercast.compose.machines.factors import NONE
 from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.pricing.price_book import PriceBook
@@ -85,3 +86,16 @@ def test_the_interval_widens_by_the_share_of_a_badly_known_family(half_width: fl
     assert 0 < share < 1
     wide = machine.typical.deviates * variance**0.5
     assert log(found.iteration_us_p90 / found.iteration_us) == pytest.approx(wide)
+
+
+def test_trainings_without_text_take_longer_in_practice_where_nothing_is_known() -> None:
+    """Convolutions on a GPU of which no step was measured; benchmarks are forecast either way."""
+    book = PriceBook(Products(), GPU, 0)
+    of_text = forecast(StepCapture(calls=(product(0, 1, 2),), tokens=8), ParallelPlan(), book)
+    convolves = replace(of_text, tokens_per_s=0.0, by_family_us={"conv": 10.0})
+    assert in_practice(convolves, book) == IN_PRACTICE > 1
+    assert in_practice(of_text, book) == 1.0
+    assert in_practice(replace(convolves, tokens_per_s=8.0), book) == 1.0  # images and captions
+    assert in_practice(replace(convolves, by_family_us={"gemm": 10.0}), book) == 1.0
+    assert in_practice(convolves, PriceBook(Products(), CPU, 2)) == 1.0
+    assert in_practice(convolves, book.on(NONE, known=typical())) == 1.0

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from itercast.compose.machines.state import Anchor, Machine, Spread
+from itercast.extras.published.fits.in_practice import TRAININGS, times_by_source
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
     calibrated,
@@ -144,3 +145,15 @@ def test_the_shipped_spreads_are_of_sources_that_find_causes() -> None:
     total, counts = re.findall(r"fits.machines, (\d+) steps .*\n# (.*)", text)[0]
     each = {name.casefold(): int(n) for name, n in (c.split() for c in counts.split(", "))}
     assert set(each) == without and sum(each.values()) == int(total)
+
+
+def test_how_many_times_as_long_trainings_took_by_source_and_by_text() -> None:
+    """Of two steps that take twice and eight times as long the geometric mean is four."""
+    facts = {"source": ["mae", "mae", "mae", "zeus"], "seq": [0, np.nan, 128, 0]}
+    steps = pd.DataFrame({**facts, "log_ratio": np.log([2.0, 8.0, 3.0, 1.5])})
+    found = times_by_source(steps).set_index(["source", "text"])
+    assert found["times"].to_dict() == pytest.approx(
+        {("mae", False): 4.0, ("mae", True): 3.0, ("zeus", False): 1.5}
+    )
+    assert found["training"].tolist() == [True, True, False]
+    assert {name for sources in ROLES.values() for name in sources} >= TRAININGS
