@@ -28,8 +28,11 @@ def times_by_source(steps: pd.DataFrame) -> pd.DataFrame:
     ``training``: whether the source's are trainings.
     """
     kinds = ["source", steps["seq"].gt(0).rename("text")]
-    found = np.exp(steps.groupby(kinds)["log_ratio"].mean()).rename("times").reset_index()
-    return found.assign(training=found["source"].isin(TRAININGS))
+    found: pd.DataFrame = (
+        np.exp(steps.groupby(kinds)["log_ratio"].mean()).rename("times").reset_index()
+    )
+    found["training"] = found["source"].isin(TRAININGS)
+    return found
 
 
 def main(
