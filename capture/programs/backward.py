@@ -24,13 +24,14 @@ class Backward:
 
     ``accumulates``: gradients are added to ``.grad`` of leaves, as ``backward`` does and
     ``autograd.grad`` does not. ``differentiable``: gradients can be differentiated again
-    (``create_graph``).
+    (``create_graph``). ``keeps_graph``: what forward saved stays (``retain_graph``).
     """
 
     roots: tuple[Tensor, ...]
     inputs: tuple[Tensor, ...]
     accumulates: bool
     differentiable: bool
+    keeps_graph: bool
 
 
 @contextmanager
@@ -50,6 +51,7 @@ def backward_passes(around: Callable[[Backward], AbstractContextManager[None]]) 
                 inputs=_tensors(arguments.get("inputs") or ()),
                 accumulates=arguments.get("accumulate_grad", True),
                 differentiable=arguments.get("create_graph", False),
+                keeps_graph=arguments["keep_graph"],
             )
             with ExitStack() as stack:
                 within = torch._C._current_graph_task_id() >= 0  # as recomputation

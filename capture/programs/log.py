@@ -91,7 +91,7 @@ class ProgramLog(OpLog):
         self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
         self._group_streams: dict[Any, int] = {}
         self.arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
-        self._sizes: dict[int, int] = {}  # storage's number -> bytes
+        self.sizes: dict[int, int] = {}  # storage's number -> bytes, while it is alive
         self.numbers = count()
         self.last_work: int | None = None  # point of the last collective that was not blocking
         self.compiled, self.compiled_calls = MadeBy(), count(1)  # of compiled functions
@@ -124,8 +124,8 @@ class ProgramLog(OpLog):
         if key not in self._storages:
             return
         number = self._storages[key]
-        self.take(nbytes - self._sizes.get(number, 0))
-        self._sizes[number] = nbytes
+        self.take(nbytes - self.sizes.get(number, 0))
+        self.sizes[number] = nbytes
 
     def take(self, nbytes: int, extra_bytes: int = 0) -> None:
         """Count memory that is taken, or given back below 0; ``meanwhile``: more until then."""
@@ -138,7 +138,7 @@ class ProgramLog(OpLog):
     def _freed(self, key: int) -> None:
         """Forget a storage whose last tensor is gone."""
         number = self._storages.pop(key)
-        self.live_bytes -= self._sizes.pop(number, 0)
+        self.live_bytes -= self.sizes.pop(number, 0)
         if not self.over:
             self.least_bytes = min(self.least_bytes, self.live_bytes)
         self.arrives.pop(number, None)

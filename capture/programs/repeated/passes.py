@@ -72,7 +72,8 @@ class Kind:
     will. ``watched``: others hook into autograd's nodes that add to gradients. ``compiled``: name
     of the compiled function's call that makes the output. ``reaches``: parameters of a model that
     its output depends on, by their ids. ``numbers``: what was known of the numbers in the inputs,
-    where passes read some; None where nobody does, so that they may differ.
+    where passes read some; None where nobody does, so that they may differ. ``alive``: names of
+    storages that are alive when backward begins.
     """
 
     key: Any
@@ -80,6 +81,7 @@ class Kind:
     watched: bool = False
     compiled: int = 0
     reaches: dict[int, torch.Tensor] = field(default_factory=dict)
+    alive: set[int] = field(default_factory=set)
     last: dict[str, Launched] = field(default_factory=dict)
     shown: dict[str, Launched] = field(default_factory=dict)
 
@@ -121,7 +123,7 @@ class Inputs:
     ) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.trained, self.given = next(iter(trained), None), [*map(id, leaves)]
-        self.kept = tensors if self.trained is None else ()  # backward may need them
+        self.kept: Sequence[Any] = tensors if self.trained is None else ()  # backward may need them
         self.numbers = numbers
         own = [*module.parameters()] if self.trained is not None else []
         self.parameters = [p for p in own if p.requires_grad]
@@ -277,6 +279,9 @@ class Repetition:
         kept_bytes = launched.kept_bytes - (log.live_bytes - before)
         log.take(kept_bytes)
         self.free = weakref.finalize(self, log.take, -kept_bytes)
+        alive = {*map(self.numbers.maps[STORAGE].get, self.kind.alive)}
+        every = (*self.inputs.kept, *(tensor for tensor, _ in outputs))
+        self.inputs.kept = [t.untyped_storage() for t in every if log.storage(t) in alive]
         self._launch(launched)
         return outputs
 

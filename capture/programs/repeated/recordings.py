@@ -20,6 +20,7 @@ from itercast.capture.programs.repeated.alike import Model
 from itercast.capture.programs.repeated.forms import Form, gradient_form, unlogged
 from itercast.capture.programs.repeated.passes import (
     COMPILED,
+    STORAGE,
     Inputs,
     Kind,
     Launched,
@@ -50,6 +51,8 @@ class Recording:
     def _begins(self, at: int, gradients: Any) -> None:
         """Begin to measure, given the gradient of the output: number ``at`` of a node's."""
         self.measured = Measured(self.log)
+        named = self.names.maps[STORAGE].items()
+        self.kind.alive = {name for number, name in named if number in self.log.sizes}
         self.gradient = Form.of(gradients[at], self.log)
         self.number = self.names.of(self.log.storage(gradients[at]))
 

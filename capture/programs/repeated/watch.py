@@ -101,7 +101,8 @@ class Repeats:
         Any other backward, as of ``autograd.grad``, is not noted; where a repetition waits for its
         backward it is an UnlikeError, as it cannot be repeated.
         """
-        is_plain = backward.accumulates and not (backward.inputs or backward.differentiable)
+        leaves_graph = backward.differentiable or backward.keeps_graph
+        is_plain = backward.accumulates and not (backward.inputs or leaves_graph)
         if not is_plain and any(free.alive for free in self.kept):
             raise UnlikeError
         with ExitStack() as stack:
