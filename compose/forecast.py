@@ -13,7 +13,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
-from itercast.compose.notes import notes, without_effect
+from itercast.compose.notes import PRACTISED, notes, without_effect
 from itercast.compose.parallel.device_memory import MISFITS, lacking_on_host, room_bytes, verdict
 from itercast.compose.parallel.placement import Cluster, cluster_for
 from itercast.compose.pricing.layer_prices import price_model
@@ -160,15 +160,17 @@ def forecast(
     remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.cluster))
     if lacking := lacking_on_host(rank.cluster, numbers.host_memory_bytes):
         numbers = replace(numbers, fits=False, memory_verdict=f"{MISFITS}: {lacking}")
-    times = in_practice(numbers, book) if step.optimizer != "none" else 1.0
-    return replace(numbers, lengths=lengths, notes=remarks, in_practice=times)
+    numbers = replace(numbers, lengths=lengths, notes=remarks)
+    return numbers if step.optimizer == "none" else as_trained(numbers, book)
 
 
-def in_practice(numbers: Forecast, book: PriceBook) -> float:
-    """``Forecast.in_practice`` of a training step: of networks that convolve, not of text."""
+def as_trained(numbers: Forecast, book: PriceBook) -> Forecast:
+    """A training step's forecast with ``in_practice``: of networks that convolve, not of text."""
     is_measured = book.gpu.kind == "cpu" or book.known is not None
-    convolves = "conv" in numbers.by_family_us and not numbers.tokens_per_s
-    return IN_PRACTICE if convolves and not is_measured else 1.0
+    if is_measured or numbers.tokens_per_s or "conv" not in numbers.by_family_us:
+        return numbers
+    notes = (*numbers.notes, PRACTISED.format(IN_PRACTICE))
+    return replace(numbers, in_practice=IN_PRACTICE, notes=notes)
 
 
 def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster) -> Rank:

@@ -32,6 +32,10 @@ SLOW_PATH = (
     "{} as plain torch ops, transformers' slow path; "
     "fused kernels (mamba-ssm, flash-linear-attention) are faster and keep far less memory"
 )
+PRACTISED = (
+    "trainings on images or sound that people report took {:.1f} times as long as their forecast, "
+    "benchmarks of such networks as long (docs: Your machine)"
+)
 
 
 def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:

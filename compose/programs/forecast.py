@@ -10,7 +10,7 @@ from statistics import fmean
 from itercast.capture.base.durations import counted
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
-from itercast.compose.forecast import Forecast, in_practice, report
+from itercast.compose.forecast import Forecast, as_trained, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.pricing.host import PYTHON
@@ -59,9 +59,9 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         tokens=batch.tokens,
     )
     held_us = iteration_us - runs[slowest].queued_us
-    times = in_practice(forecast, book) if program.optimizer_steps else 1.0
     notes = (batch.note,) if batch.note else ()
-    return replace(forecast, host_held_us=held_us, notes=notes, in_practice=times)
+    forecast = replace(forecast, host_held_us=held_us, notes=notes)
+    return as_trained(forecast, book) if program.optimizer_steps else forecast
 
 
 def peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:

@@ -256,10 +256,6 @@ def forecast_table(
     table.add_row("iteration", f"{forecast.iteration_us * ms:,.2f} ms")
     low, high = forecast.iteration_us_p10 * ms, forecast.iteration_us_p90 * ms
     table.add_row("80 % interval", f"{low:,.2f} to {high:,.2f} ms")
-    if forecast.in_practice > 1:
-        longer = three_digits(forecast.iteration_us * forecast.in_practice * ms)
-        took = f"reported trainings on images or sound took {forecast.in_practice:.1f} times"
-        table.add_row("in practice", f"some {longer} ms: {took} their forecast, benchmarks did not")
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread.in_words)
     if forecast.samples_per_s:  # a script that has no DataLoader does not say

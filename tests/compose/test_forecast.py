@@ -11,7 +11,7 @@ from plan_case import GPU, Fixed, tensor
 
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import HALF_WIDTH, IN_PRACTICE, forecast, in_practice
+from itercast.compose.forecast import HALF_WIDTH, IN_PRACTICE, Forecast, as_trained, forecast
 from itercast.compose.machines.factors import NONE
 from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
@@ -93,9 +93,14 @@ def test_trainings_without_text_take_longer_in_practice_where_nothing_is_known()
     book = PriceBook(Products(), GPU, 0)
     of_text = forecast(StepCapture(calls=(product(0, 1, 2),), tokens=8), ParallelPlan(), book)
     convolves = replace(of_text, tokens_per_s=0.0, by_family_us={"conv": 10.0})
-    assert in_practice(convolves, book) == IN_PRACTICE > 1
-    assert in_practice(of_text, book) == 1.0
-    assert in_practice(replace(convolves, tokens_per_s=8.0), book) == 1.0  # images and captions
-    assert in_practice(replace(convolves, by_family_us={"gemm": 10.0}), book) == 1.0
-    assert in_practice(convolves, PriceBook(Products(), CPU, 2)) == 1.0
-    assert in_practice(convolves, book.on(NONE, known=typical())) == 1.0
+
+    def told(numbers: Forecast, book: PriceBook) -> tuple[float, bool]:
+        found = as_trained(numbers, book)
+        return found.in_practice, any("took 1.4 times" in n for n in found.notes)
+
+    assert told(convolves, book) == (IN_PRACTICE, True)
+    assert told(of_text, book) == (1.0, False)
+    assert told(replace(convolves, tokens_per_s=8.0), book) == (1.0, False)  # images and captions
+    assert told(replace(convolves, by_family_us={"gemm": 10.0}), book) == (1.0, False)
+    assert told(convolves, PriceBook(Products(), CPU, 2)) == (1.0, False)
+    assert told(convolves, book.on(NONE, known=typical())) == (1.0, False)
