@@ -16,6 +16,7 @@ from torch.nn import functional
 from itercast.capture.opcall import OpCall
 from itercast.extras.images import pooling
 from itercast.microbench.ops import find_family
+from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix import attention, conv, recurrent
 from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, build, flops, from_grouped, sweep
@@ -340,3 +341,16 @@ def test_a_cpu_is_swept_in_bf16_in_every_layout() -> None:
     layouts = Counter(p.layout for p in half)
     assert set(layouts) == {"nn", "nt", "tn"} and min(layouts.values()) >= 3
     assert max(map(flops, half)) <= 1e9  # a second at that rate
+
+
+def test_a_timed_call_tries_no_other_overload() -> None:
+    """``torch.ops.aten.lerp`` takes the weight for a number: it prints the tensor into an error."""
+    tensors = {name: torch.rand(3, 4) for name in "xyz"}
+
+    def profiled(run: Callable[[], object]) -> set[str]:
+        with torch.autograd.profiler.profile() as found:
+            run()
+        return {event.name for event in found.function_events}
+
+    assert profiled(call_of("lerp", ["x", "y", "z"], tensors)) == {"aten::lerp"}
+    assert len(profiled(lambda: torch.ops.aten.lerp(*tensors.values()))) > 1
