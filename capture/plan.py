@@ -237,10 +237,15 @@ _NUMBERS = {facts["behind"]: name for name, facts in _FIELDS.items() if "behind"
 _KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
 
 
+def plan_keys() -> list[str]:
+    """The names of all keys of plans, those that packages add last."""
+    return [*_KEYS, *added_keys()]
+
+
 def _read(name: str, text: str, *, flag: bool) -> dict[str, Any]:
     """The fields of ``name=text`` (``flag``: of ``name``): the key, a number behind a colon."""
     if name not in _KEYS:
-        raise unknown("key", name, [*_KEYS, *added_keys()], "docs/formats.md")
+        raise unknown("key", name, plan_keys())
     facts, second = _FIELDS[name], _NUMBERS.get(name)
     if facts["read"] == FLAG:
         if not flag:

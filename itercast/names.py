@@ -15,6 +15,7 @@ KINDS = {  # the function that names them, imported when asked for
     "hosts": "names.hosts",
     "stacks": "microbench.hardware.stack.stack_names",
     "cases": "capture.cases.registry.case_names",
+    "keys": "capture.plan.plan_keys",  # of plans
     "families": "microbench.ops.families",
     "bundles": "names.bundles",
     "sources": "names.importers",

@@ -9,18 +9,15 @@ MOST = 6  # names that an error lists
 PLURALS = {"family": "families"}  # of kinds that ``itercast list`` knows; others take an s
 
 
-def unknown(
-    kind: str, name: str, known: Iterable[str], all_in: str = "", like: Sequence[str] = ()
-) -> ValueError:
-    """A ValueError for an unknown name: it shows similar known names, and where to find all.
+def unknown(kind: str, name: str, known: Iterable[str], like: Sequence[str] = ()) -> ValueError:
+    """A ValueError for an unknown name: it shows similar known names, and the command for all.
 
-    ``kind``: of the thing named; ``all_in``: the place where all names are, by default the command
-    ``itercast list``; ``like``: names to show, by default those that are spelled alike.
+    ``kind``: of the thing named; ``like``: names to show, by default those that are spelled alike.
     """
     names = list(known)
     like = like or near(name, names)
-    place = all_in or f"itercast list {PLURALS.get(kind, f'{kind}s')}"
-    rest = f"; all {len(names)}: {place}" if len(names) > len(like) else ""
+    command = f"itercast list {PLURALS.get(kind, f'{kind}s')}"
+    rest = f"; all {len(names)}: {command}" if len(names) > len(like) else ""
     return ValueError(f"unknown {kind} {name!r}; known: {', '.join(like)}{rest}")
 
 

@@ -23,6 +23,7 @@ def test_lists() -> None:
         ("cases", "gpt-s"),
         ("families", "gemm"),
         ("nodes", "dgx-h100"),
+        ("keys", "tp"),
     ):
         assert name in CliRunner().invoke(app, ["list", *what.split()]).output.split()
 

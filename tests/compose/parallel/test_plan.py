@@ -27,7 +27,7 @@ GOOD = [
 ]
 BAD = {
     "tp=2,tp=2": "tp is given twice",
-    "width=1": "unknown key 'width'; known",
+    "width=1": "unknown key 'width'; known: first, tp, dp; all 37: itercast list keys",
     "dp=0": "dp is an integer from 1 to 99999999",
     "dp=x": "dp is an integer from 1 to 99999999",
     "sp": "sp needs tp > 1",
