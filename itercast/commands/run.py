@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from itercast.commands.predict import Explain
 from itercast.commands.script_case import AsModule, print_under_plan, telling
 from itercast.errors import leave_if_failed
 from itercast.eval.tables import headed, print_tables, sized
+from itercast.microbench.hardware.spec import gpu_names
 from itercast.options import (
     Anchor,
     Bundle,
@@ -95,6 +97,8 @@ def run(
     from itercast.compose.target import find_target
 
     module_name = str(script) if module else ""
+    if gpu == "cpu":
+        _refuse_gpus_behind([*["--module"] * module, str(script)], arguments or [])
     script = module_file(module_name) if module else script
     misplaced = [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]
     names = ", ".join(misplaced)
@@ -123,6 +127,18 @@ def run(
     for forecast in forecasts if explain_assumptions and not as_json else ():
         function_of("assumed_parts", "print")(forecast)
     leave_if_failed(len(pairs) - len(forecasts), len(pairs))
+
+
+def _refuse_gpus_behind(script: Sequence[str], words: Sequence[str]) -> None:
+    """ValueError if ``--gpu`` behind a script names GPUs of itercast, which no script knows."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--gpu", "--gpus"):
+        parser.add_argument(name, nargs="?", default="")
+    found, own = parser.parse_known_args(list(words))
+    if found.gpu and {*found.gpu.split(",")} <= {*gpu_names()}:
+        options = ["--gpu", found.gpu, *(["--gpus", found.gpus] if found.gpus else [])]
+        right = shlex.join(["itercast", "run", *options, *script, *own])
+        raise ValueError(f"{shlex.join(options)} would be passed on to the script; give: {right}")
 
 
 def _say(name: str, pairs: Pairs, rows: Rows, as_json: bool) -> None:
