@@ -205,7 +205,7 @@ class ParallelPlan:
             try:
                 if name in values or name in added:
                     raise ValueError(f"{name} is given twice")
-                if name not in _KEYS and name in added_keys():
+                if name not in KEYS and name in added_keys():
                     added[name] = added_keys()[name].read(name, value)
                 else:
                     values |= _read(name, value, flag=not given)
@@ -217,7 +217,7 @@ class ParallelPlan:
         """The text that ``parse`` reads: dp, and each option that is not the default."""
         stated, parts = self.stated, [f"dp={self.dp}"]
         for name in stated:
-            if name != "dp" and name in _KEYS:
+            if name != "dp" and name in KEYS:
                 value, second = getattr(self, name), _NUMBERS.get(name, "")
                 behind_colon = f":{getattr(self, second):g}" if second in stated else ""
                 parts.append(name if value is True else f"{name}={value}{behind_colon}")
@@ -234,18 +234,13 @@ def _changing(plan: Any, changed: str) -> tuple[str, ...]:
 _FIELDS = {f.name: f.metadata for f in fields(ParallelPlan) if f.name != "more"}
 # Fields of numbers behind a colon, by the key that they follow: "ep": "imbalance" of ep=8:1.2.
 _NUMBERS = {facts["behind"]: name for name, facts in _FIELDS.items() if "behind" in facts}
-_KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
-
-
-def plan_keys() -> list[str]:
-    """The names of all keys of plans, those that packages add last."""
-    return [*_KEYS, *added_keys()]
+KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
 
 
 def _read(name: str, text: str, *, flag: bool) -> dict[str, Any]:
     """The fields of ``name=text`` (``flag``: of ``name``): the key, a number behind a colon."""
-    if name not in _KEYS:
-        raise unknown("key", name, plan_keys())
+    if name not in KEYS:
+        raise unknown("key", name, [*KEYS, *added_keys()])
     facts, second = _FIELDS[name], _NUMBERS.get(name)
     if facts["read"] == FLAG:
         if not flag:

@@ -15,7 +15,7 @@ KINDS = {  # the function that names them, imported when asked for
     "hosts": "names.hosts",
     "stacks": "microbench.hardware.stack.stack_names",
     "cases": "capture.cases.registry.case_names",
-    "keys": "capture.plan.plan_keys",  # of plans
+    "keys": "names.keys",  # of plans
     "families": "microbench.ops.families",
     "bundles": "names.bundles",
     "sources": "names.importers",
@@ -27,6 +27,14 @@ def hosts() -> list[str]:
     from itercast.microbench.hardware.host import USUAL, host_names
 
     return [USUAL, *host_names()]
+
+
+def keys() -> list[str]:
+    """Names of the keys of plans, those that packages add last."""
+    from itercast.capture.plan import KEYS
+    from itercast.capture.plan_keys import added_keys
+
+    return [*KEYS, *added_keys()]
 
 
 def bundles() -> list[Path]:
