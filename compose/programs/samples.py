@@ -3,7 +3,8 @@
 A weight's gradient is summed over the rows that a rank computes, and then over the ranks that
 compute others: rows times these ranks are the rows of the step. Ranks that split layers, or have
 other stages of a pipeline, are not among them. Tokens are what is looked up for layers: not the
-items that a recommender compares results with, nor the text beside larger latents.
+items that a recommender compares results with, nor the text beside larger latents, nor categories,
+of which each row has one.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ def batch_of(program: ProgramCapture) -> Batch:
         return replace(unknown, note=note)
     # Of ``token_ranks``, which compute different tokens, so many share the same sequences:
     sequence_ranks = _size(sequence_groups)
-    backwards = max(1, program.ranks[first].host.get("backward", 0))
+    backwards = max(1, calls_backward := program.ranks[first].host.get("backward", 0))
     most = max((n for _, n in lookups), default=0) * -(-len(lookups) // backwards)
     seen = max((_rows(call) for call, _ in gradients if call.op in LAYERS), default=0)
     looked_up = sum(n for _, n in lookups)
-    tokens = looked_up if seen <= most else 0
+    are_texts = most > max((rows for rows, _ in lookups), default=0) or not calls_backward
+    tokens = looked_up if seen <= most and are_texts else 0
     rows = _rows_of(lookups, backwards)
     samples = rows * token_ranks / sequence_ranks
     own = program.samples or (0 if rows else program.rows_given)

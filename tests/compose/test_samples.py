@@ -328,14 +328,24 @@ train(Painter().cuda())
 """
 
 
+CATEGORIES = """
+class Clicks(Model):
+    def forward(self, ids):
+        first, second = self.words(ids[:, :1]), self.head.weight[ids[:, 1:2]]
+        return self.head(self.blocks[0](first + second)).expand(-1, {LENGTH}, -1)
+train(Clicks().cuda())
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
         (COMPARED, ROWS * LENGTH),
+        (CATEGORIES, 0),
         (CONDITIONED.replace("{SIZE}", str(4 * LENGTH)), 0),
         (CONDITIONED.replace("{SIZE}", str(LENGTH)), ROWS * LENGTH),
     ],
-    ids=["items compared", "more latents than text", "as many"],
+    ids=["items compared", "one category of each row", "more latents than text", "as many"],
 )
 def test_tokens_are_looked_up_for_layers(tmp_path: Path, text: str, tokens: int) -> None:
     """Two of three lookups are compared with results; text of 16 tokens is beside 64 latents."""
