@@ -9,8 +9,10 @@ from typing import Any
 
 from itercast.capture.opcall import OpCall, TensorSpec, changed
 from itercast.capture.programs.program import AGAIN
+from itercast.capture.programs.repeated.sizes import without_sizes
 
 KEPT = 3  # of those alike: one after others, one that is repeated, one before others
+BLOCK = 13  # growing parts for which one stands: an odd number, so that these have odd sizes, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +20,13 @@ class Part:
     """The launches of a micro-batch: from one mark to the next.
 
     ``made``: storages that no part before it used, in order; ``pattern``: what parts that are alike
-    have in common.
+    have in common, but for their ``sizes``.
     """
 
     calls: Sequence[OpCall]
     made: list[int]
     pattern: list[Any]
+    sizes: list[int]
 
 
 def again(times: int) -> OpCall:
@@ -45,23 +48,43 @@ def folded(calls: Sequence[OpCall]) -> list[OpCall]:
 def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
     """The launches of a step without those between marks that are alike.
 
-    Of alike micro-batches in a row three are left, of which the second is marked as repeated. The
-    last one may read memory that the one before it made: it reads the second one's in place of it.
+    Of those in a row the first and the last are left, and one of each block between, marked as
+    repeated. They read the memory that the one left before them made, in place of the one before.
     """
     starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
     left = list(calls[: starts[0]])
-    parts = _parts(calls, starts)
-    for _, group in groupby(parts, key=lambda part: part.pattern):
+    for _, group in groupby(_parts(calls, starts), key=lambda part: part.pattern):
         alike = list(group)
         if len(alike) <= KEPT:
             left += [call for part in alike for call in part.calls]
             continue
-        first, second, *_, before_last, last = alike
-        numbers = {t.storage: t.storage for call in last.calls for t in call.touched}
-        numbers |= zip(before_last.made, second.made, strict=True)
-        end = [renumbered(call, numbers.__getitem__) for call in last.calls]
-        left += [*first.calls, again(len(alike) - 2), *second.calls, again(1), *end]
+        left += alike[0].calls
+        before = alike[0]
+        for at, times in _standing_for([part.sizes for part in alike]):
+            numbers = {t.storage: t.storage for call in alike[at].calls for t in call.touched}
+            numbers |= zip(alike[at - 1].made, before.made, strict=True)
+            left += [again(times), *(renumbered(c, numbers.__getitem__) for c in alike[at].calls)]
+            before = alike[at]
     return left + list(calls[starts[-1] + 1 :])
+
+
+def _standing_for(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Which of parts after the first are left, with the numbers of those that each stands for.
+
+    One stands for all between the first and the last that have its sizes; where sizes grow, or
+    become smaller, the middle of ``BLOCK`` parts for these; where they do other things each part.
+    """
+    begin, last = 1, len(sizes) - 1
+    while begin < last:
+        ends = (n for n in range(begin, last) if sizes[n] != sizes[begin])
+        if (end := next(ends, last)) <= begin + 1:
+            end = min(begin + BLOCK, last)
+            rows = [list(row) for row in zip(*sizes[begin:end], strict=True)]
+            grow = all(sorted(row) in (row, row[::-1]) for row in rows)
+            end = end if grow else begin + 1
+        yield (begin + end) // 2, end - begin
+        begin = end
+    yield last, 1
 
 
 def renumbered(call: OpCall, storage: Callable[[int], int], **fields: Any) -> OpCall:
@@ -82,8 +105,10 @@ def _parts(calls: Sequence[OpCall], starts: Sequence[int]) -> Iterator[Part]:
     compiled, before = {0}, dict[int, int]()
     for start, end in pairwise(starts):
         memory, functions = _Names(used, before), _Names(compiled, {})
-        pattern = [_pattern(call, memory, functions) for call in calls[start + 1 : end]]
-        yield Part(calls=calls[start + 1 : end], made=list(memory.own), pattern=pattern)
+        launched, sizes = without_sizes(calls[start + 1 : end])
+        pattern = [_pattern(call, memory, functions) for call in launched]
+        made = list(memory.own)
+        yield Part(calls=calls[start + 1 : end], made=made, pattern=pattern, sizes=sizes)
         used |= memory.own.keys()
         compiled |= functions.own.keys()
         before = memory.own

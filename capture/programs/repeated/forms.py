@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -80,6 +80,13 @@ class Form:
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a pass returns, or leaves in an object, of what it was given: number ``at`` of that."""
+
+    at: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapped:
     """The form of a tensor that wraps another one, as a DTensor does."""
@@ -110,19 +117,25 @@ def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
 
 
 class _Opening(Pickler):
-    """Takes a value apart: ``leaves`` are its tensors, and what is left as it is, each once."""
+    """Takes a value apart: ``leaves`` are its tensors, and what is left as it is, each once; and
+    its integers. Objects that are ``known`` by their ids are leaves, too.
+    """
 
-    def __init__(self, made: BytesIO) -> None:
+    def __init__(self, made: BytesIO, known: Collection[int]) -> None:
         super().__init__(made)
-        self.numbers, self.leaves = dict[int, int](), list[Any]()
+        self.known, self.numbers, self.leaves = known, dict[Any, int](), list[Any]()
 
     def persistent_id(self, one: Any) -> int | None:
         """The number of a leaf; None for what is looked into."""
         if isinstance(one, torch.nn.Module):
             raise PicklingError
-        if not isinstance(one, (torch.Tensor, *AS_THEY_ARE)):
+        if type(one) is int:
+            self.leaves.append(one)
+            return len(self.leaves) - 1
+        if not (isinstance(one, (torch.Tensor, *AS_THEY_ARE)) or id(one) in self.known):
             return None
-        number = self.numbers.setdefault(id(one), len(self.leaves))
+        name = one if isinstance(one, torch.device) else id(one)
+        number = self.numbers.setdefault(name, len(self.leaves))
         if number == len(self.leaves):
             self.leaves.append(one)
         return number
@@ -140,11 +153,12 @@ class _Closing(Unpickler):
         return self.leaves[number]
 
 
-def opened(value: Any) -> tuple[list[Any], bytes]:
-    """The tensors of a value, in containers and objects, and the rest of it: equal where all else
-    is. No rest is there of values that cannot be copied, as of modules, locks and generators.
+def opened(value: Any, known: Collection[int] = ()) -> tuple[list[Any], bytes]:
+    """The tensors and integers of a value, in containers and objects but ``known`` ones (by id),
+    and the rest of it: equal where all else is. No rest is there of values that cannot be copied,
+    as of modules, locks and generators.
     """
-    opening = _Opening(made := BytesIO())
+    opening = _Opening(made := BytesIO(), known)
     try:
         opening.dump(value)
     except Exception:  # classes say how they are copied: anything may be raised

@@ -20,7 +20,8 @@ from itercast.capture.programs.gpus.devices import parts
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import HOST_WAIT, RECORD, WAIT
 from itercast.capture.programs.repeated.fold import renumbered
-from itercast.capture.programs.repeated.forms import Form, UnlikeError, closed, unlogged
+from itercast.capture.programs.repeated.forms import Form, Given, UnlikeError, closed, unlogged
+from itercast.capture.programs.repeated.holders import holders, put
 from itercast.capture.recorder.watch import MadeBy
 
 NEW = 2**40  # numbers from here on are names, not those of storages
@@ -73,10 +74,15 @@ class Kind:
     of the compiled function's call that makes the output. ``reaches``: parameters of a model that
     its output depends on, by their ids. ``numbers``: what was known of the numbers in the inputs,
     where passes read some; None where nobody does, so that they may differ. ``alive``: names of
-    storages that are alive when backward begins.
+    storages that are alive when backward begins. ``sizes``: those of the inputs. ``growth``: the
+    law that this kind and those before it show, which are given other sizes; ``expected``: what one
+    launches by it.
     """
 
     key: Any
+    sizes: list[int] = field(default_factory=list)
+    growth: Any = None
+    expected: Launched | None = None
     numbers: Any = None
     watched: bool = False
     compiled: int = 0
@@ -106,24 +112,28 @@ class Kind:
 
 
 class Inputs:
-    """What a pass is ``given``, by ids, its numbers, and storages of that, parameters and buffers.
+    """What a pass is given: its numbers, and storages of that, parameters and buffers.
 
-    ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
-    added up apart from its launches; a model has neither, nor a layer without backward. A model's
-    own launches add to its gradients, whose storages are there, too, and its inputs are ``kept``.
+    ``holders``: objects in it that a pass without gradients may change. ``trained``: a layer's
+    input that has a gradient, and with it ``parameters`` whose gradients are added up apart from
+    its launches; a model has neither, nor a layer without backward. A model's own launches add to
+    its gradients, whose storages are there, too, and its inputs are ``kept``.
     """
 
     def __init__(
         self,
         module: Any,
+        given: Any,
         leaves: Sequence[Any],
         trained: Sequence[Any],
         numbers: Sequence[Any],
         log: ProgramLog,
+        graph: bool,
     ) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.trained, self.given = next(iter(trained), None), [*map(id, leaves)]
+        self.trained = next(iter(trained), None)
         self.kept: Sequence[Any] = tensors if self.trained is None else ()  # backward may need them
+        self.holders = [] if graph else holders((*given[0], *given[1].values()))
         self.numbers = numbers
         own = [*module.parameters()] if self.trained is not None else []
         self.parameters = [p for p in own if p.requires_grad]
@@ -249,7 +259,7 @@ class Repetition:
     def output(self) -> Any:
         """Repeat forward as a function of autograd; returns what the module would."""
         inputs, (forms, structure, *_) = self.inputs, self.kind.shown["forward"].results
-        log, trained = self.log, inputs.trained
+        log, trained, given = self.log, inputs.trained, [*inputs.kept, *inputs.holders]
         if trained is not None:
             node: Any = trained.grad_fn
             node.register_prehook(partial(_check_alone, log, self.sent, trained.output_nr))
@@ -262,7 +272,12 @@ class Repetition:
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
             made = Repeated.apply(source, self, *parameters) if source is not None else ()
         tensors = iter(made or [t for t, _ in self.forward()])
-        return closed([next(tensors) if isinstance(f, Form) else f for f in forms], structure)
+        leaves = [given[f.at] if isinstance(f, Given) else f for f in forms]
+        leaves = [next(tensors) if isinstance(leaf, Form) else leaf for leaf in leaves]
+        output, changes = closed(leaves, structure)
+        for at, held in changes:
+            put(inputs.holders[at], held)
+        return output
 
     def forward(self) -> list[tuple[torch.Tensor, Form]]:
         """Repeat the launches of forward; outputs and their forms.

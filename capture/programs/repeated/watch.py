@@ -33,9 +33,12 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.alike import OF_TORCH, Layer, Model, hooked, layers_of
 from itercast.capture.programs.repeated.fold import again
-from itercast.capture.programs.repeated.forms import Form, UnlikeError, form_of, opened
+from itercast.capture.programs.repeated.forms import Form, Given, UnlikeError, form_of, opened
+from itercast.capture.programs.repeated.growing import Growth
+from itercast.capture.programs.repeated.holders import content, told, unchanged
 from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
+from itercast.capture.programs.repeated.sizes import without_sizes
 from itercast.capture.programs.trained.bare import is_wrapper
 
 
@@ -189,8 +192,8 @@ class Repeats:
         Passes are equal of modules that hold the same (``held``), given inputs of the same forms,
         under the same autocast, modes and stream. One that cannot be repeated is only run.
         """
-        log, given = self.log, partial(opened, (args, kwargs))
-        run, (leaves, structure) = partial(forward, *args, **kwargs), given()
+        log, run = self.log, partial(forward, *args, **kwargs)
+        leaves, structure = opened((args, kwargs))
         forms = [form_of(leaf, log) for leaf in leaves]
         trained = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         graph = torch.is_grad_enabled()
@@ -212,9 +215,11 @@ class Repeats:
         gradients = graph, torch.is_inference_mode_enabled()
         around = casts, cast_before, modes, log.stream, bool(log.compiled.running), gradients
         numbers = [form.values for form in forms if isinstance(form, Form)]
-        shapes = [replace(f, values=None) if isinstance(f, Form) else f for f in forms]
-        kind = _kind(place, (held, structure, shapes, around), numbers)
-        inputs = Inputs(module, leaves, trained, numbers, log)
+        forms = [replace(f, values=None) if isinstance(f, Form) else f for f in forms]
+        pattern, sizes = without_sizes(forms)
+        kind = _kind(place, (held, structure, pattern, around), sizes, numbers)
+        inputs = Inputs(module, (args, kwargs), leaves, trained, numbers, log, graph)
+        del leaves  # a pass may free them
         backward_shown = "backward" in kind.shown or not (place.awaits_backward and graph)
         if "forward" in kind.shown and backward_shown:
             self.cast[id(module)] = not cast_before
@@ -222,7 +227,10 @@ class Repeats:
             output = repetition.output()
             self.kept.append(repetition.free)
             return output
-        return self._recorded(kind, inputs, run, place, given)
+        output = self._recorded(kind, inputs, run, place, (args, kwargs))
+        if kind.expected not in (None, kind.last.get("forward")):
+            raise UnlikeError
+        return output
 
     def _cast_before(self, module: Any) -> bool:
         """Whether autocast still has the cast weights of a module, since it ran before.
@@ -242,22 +250,32 @@ class Repeats:
         inputs: Inputs,
         run: Callable[[], Any],
         place: Layer | Model,
-        given: Callable[[], tuple[list[Any], bytes]],
+        given: Any,
     ) -> Any:
         """Run forward and note what it launches, if that can be repeated.
 
         Not if random numbers were drawn, tensors returned that are older or still awaited, a layer
-        or what it was given changed, as a cache that grows, or code watches the graph of a model.
+        changed or what it was given, but for ``holders``, or code watches the graph of a model.
         """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
         read = log.routing.numbers_read
         names = Numbers.names(log, inputs)
+        graph, known = kind.key[-1][-1][0], [*map(id, inputs.holders)]
+        before = [told(held, known) for held in (given, *map(content, inputs.holders))]
+        were, inputs.kept = [weakref.ref(t) for t in inputs.kept], inputs.kept if graph else []
         measured, first_node = Measured(log), next_node()
         output = run()
         calls = [names.call(call) for call in log.calls[measured.start :]]
-        leaves, structure = opened(output)
-        forms = [form_of(leaf, log) for leaf in leaves]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        changes = [
+            (at, content(holder))
+            for at, holder in enumerate(inputs.holders)
+            if not unchanged(before[at + 1], content(holder), known)
+        ]
+        leaves, structure = opened((output, changes), known)
+        same = [*(() if graph else (t() for t in were)), *inputs.holders]
+        places = {id(one): Given(at) for at, one in enumerate(same) if one is not None}
+        forms = [places.get(id(leaf)) or form_of(leaf, log) for leaf in leaves]
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in places]
         storages = list(map(log.storage, tensors)) if None not in forms else []
         reaches = reached(tensors) if isinstance(place, Model) else {}
         kind.reaches = {  # but for what the pass itself made of its inputs
@@ -270,19 +288,20 @@ class Repeats:
         are_new = len({*storages}) == len(storages) and all(n >= names.since[0] for n in storages)
         drew_nothing = random.getstate() == drawn and len(log.networks) == networks
         arrived = log.arrives.keys().isdisjoint(storages)
-        if read < log.routing.numbers_read or any(getattr(f, "values", None) for f in forms):
+        has_numbers = any(isinstance(form, Form) and form.values is not None for form in forms)
+        if read < log.routing.numbers_read or has_numbers:
             kind.reads(inputs.numbers)
         trained = [t for t in tensors if t.grad_fn is not None]
         if not (storages and are_new and drew_nothing and arrived and forward.can_repeat()):
             return output
-        graph = kind.key[-1][-1][0]
-        leaves, rest = given()
-        if inputs.given != [*map(id, leaves)] or rest != kind.key[1]:
+        if not unchanged(before[0], given, known):
             return output
         is_same = isinstance(place, Model) or place.held() == kind.key[0]
         if not graph:
             if is_same and not any(t.requires_grad for t in tensors):
                 kind.note("forward", forward)
+                if isinstance(place, Model):
+                    kind.growth = Growth.of([k for k in place.kinds if k.key == kind.key], kind)
         elif isinstance(place, Model) and trained and (place.library or not watched(log, trained)):
             self.open.append(ModelPass(log, kind, forward, names))
             self.open[-1].watch(place, tensors, first_node)
@@ -298,17 +317,23 @@ def _hooking_library(wrapper: Any, model: torch.nn.Module) -> str:
     return package if "backward" in vars(wrapper) and all_hooks else ""
 
 
-def _kind(place: Layer | Model, key: Any, numbers: Sequence[Any]) -> Kind:
-    """The kind of passes with this key, and these numbers if it reads any; neither can be hashed.
+def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[Any]) -> Kind:
+    """The kind of passes with this key and sizes, and these numbers if it reads any; neither can be
+    hashed. Where others show how launches grow with the sizes, one of its own.
 
     Of a model's those with its attributes alone: they are compared by identity, as long as they
     live.
     """
     kinds: list[Kind] = place.kinds
-    for kind in kinds:
-        if kind.key == key and kind.numbers in (None, numbers):
-            return kind
-    kinds.append(Kind(key=key))
-    if isinstance(place, Model):
+    grows = isinstance(place, Model)
+    alike = [kind for kind in kinds if (grows or kind.sizes == sizes) and kind.key == key]
+    found = [k for k in alike if k.sizes == sizes and k.numbers in (None, numbers)]
+    kind, growth = [*found, Kind(key=key, sizes=sizes)][0], [k.growth for k in alike if k.growth]
+    if growth and not kind.shown and (launched := growth[-1].launched(sizes)):
+        if not growth[-1].confirms():
+            return Kind(key=key, sizes=sizes, shown={"forward": launched})
+        kind.expected = launched
+    kinds += [] if found else [kind]
+    if grows:
         kinds[:] = [kind for kind in kinds if kind.key[0][0] == key[0][0]]
-    return kinds[-1]
+    return kind

@@ -140,18 +140,19 @@ def accumulating(model: Callable[[], nn.Module], keeps: bool = False) -> Step:
 
 @pytest.mark.parametrize(
     ("model", "keeps", "runs"),
-    [(Remembering, False, 3 + 1), (Remembering, True, 2 + 3 + 1), (Replacing, True, 8 + 5 + 1)],
+    [(Remembering, False, 3 + 1), (Remembering, True, 2 + 3 + 1), (Replacing, True, 2 + 3 + 1)],
 )
 def test_objects_of_libraries_are_made_anew(model: Any, keeps: bool, runs: int) -> None:
     """Outputs are a tensor and an object, which holds another one once or twice.
 
-    Of five micro-batches three run, in the second step one, and two of all passes that leave what
-    they are given as it is; those that change it all run, though it looks the same each time.
+    Of five micro-batches three run, in the second step one, and two of all passes that are given an
+    object, which one of the models changes: where it then holds a tensor twice, the first pass of
+    each step is of a kind of its own.
     """
     for has_one in (True, False):
         Reader.runs, program = 0, partial(accumulating, partial(model, has_one), keeps)
         found = captured(program, repeats=True)
-        assert Reader.runs == runs
+        assert Reader.runs == runs + 2 * (model is Replacing and not has_one)
         whole = captured(program, repeats=False)
         assert launches(found) == launches(whole)
         assert (found.peak_bytes, found.held_bytes) == (whole.peak_bytes, whole.held_bytes)

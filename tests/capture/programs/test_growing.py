@@ -1,0 +1,127 @@
+"""Decoding with a cache that grows runs a few passes, and the program is as if all ran."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_repeated_layers import Step, captured, launches
+from torch import Tensor, nn
+
+from itercast.capture.programs import capture
+from itercast.capture.programs.program import AGAIN, launch_order
+
+HEADS, HEAD, PROMPT, ROWS, TOKENS = 2, 4, 5, 3, 64
+WIDTH = HEADS * HEAD
+BMM = "aten.bmm.default"
+
+
+class Cache:
+    """Keys and values of each layer, as libraries keep them: in a list of an object."""
+
+    def __init__(self) -> None:
+        self.layers = list[tuple[Tensor, Tensor]]()
+        self.length = 0
+
+
+class Decoder(nn.Module):
+    """Two layers of attention; of keys it keeps the last ``window``."""
+
+    runs = 0
+
+    def __init__(self, window: int = 1000) -> None:
+        super().__init__()
+        self.window, self.words = window, nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.out = nn.Linear(WIDTH, 64)
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache | None]:
+        Decoder.runs += 1
+        x = self.words(tokens)
+        rows, length, _ = x.shape
+        for number, layer in enumerate(self.layers):
+            q, k, v = layer(x).view(rows, length, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
+            if cache is not None:
+                for old_k, old_v in cache.layers[number : number + 1]:
+                    k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+                last = slice(-self.window, None)
+                cache.layers[number : number + 1] = [(k[:, :, last], v.clone()[:, :, last])]
+            scores = q.flatten(0, 1) @ k.flatten(0, 1).transpose(1, 2)
+            mixed = scores.softmax(-1) @ v.flatten(0, 1)
+            x = x + mixed.view(rows, HEADS, length, HEAD).transpose(1, 2).reshape(x.shape)
+        if cache is not None:
+            cache.length += length
+        return self.out(x), cache
+
+
+def generating(model: Callable[[], nn.Module], cached: bool = True) -> Step:
+    """A step that makes ``TOKENS`` tokens one by one, and trains on them."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        tokens = torch.randint(0, 64, (ROWS, PROMPT))
+        cache = Cache() if cached else None
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                given = tokens if cache is None or not cache.length else tokens[:, -1:]
+                logits = net(given, cache)[0][:, -1]
+                tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
+        net(tokens)[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_decoding_is_as_if_all_ran(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache all tokens are given in each pass, and scores grow by their square.
+
+    Of the first 64 passes the prompt's runs, four that show the law, and those that confirm it: the
+    8th, 16th, 32nd; in the second step the prompt's and the 64th and 128th of both.
+    """
+    monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    Decoder.runs, program = 0, partial(generating, Decoder, cached)
+    found = captured(program, repeats=True)
+    assert Decoder.runs < 2 * 16
+    whole = captured(program, repeats=False)
+    assert launches(found) == launches(whole)
+    assert found.ranks[0].host == whole.ranks[0].host
+    assert (found.peak_bytes, found.held_bytes) == (whole.peak_bytes, whole.held_bytes)
+
+
+def products(program: Any) -> tuple[int, int]:
+    """FLOPs and bytes of the products of attention in forward passes without gradients."""
+    calls = [program.ranks[0].calls[i] for i in launch_order(program.ranks[0].calls)]
+    bmm = [c for c in calls if c.op == BMM and c.phase == "forward" and c.args[0].shape[1] == 1]
+    flops = sum(2 * c.args[0].numel * c.outputs[0].shape[2] for c in bmm)
+    return flops, sum(c.touched_bytes for c in bmm)
+
+
+def test_attention_of_each_length_is_counted() -> None:
+    """By hand: lengths 6 to 68 of 63 passes; two layers, of each a product with keys and values.
+
+    The middle of 13 lengths stands for them, and no pass of another length is left.
+    """
+    found = captured(partial(generating, Decoder), repeats=True)
+    lengths = range(PROMPT + 1, PROMPT + TOKENS)
+    heads = ROWS * HEADS
+    flops = sum(2 * 2 * 2 * heads * HEAD * n for n in lengths)
+    nbytes = sum(2 * 2 * 4 * heads * (HEAD + HEAD * n + n) for n in lengths)
+    assert products(captured(partial(generating, Decoder), repeats=False)) == (flops, nbytes)
+    assert products(found) == (pytest.approx(flops, rel=0.01), pytest.approx(nbytes, rel=0.01))
+    kept = {
+        c.outputs[0].shape[2]
+        for c in found.ranks[0].calls
+        if c.op == BMM and c.args[0].shape[1] == 1
+    }
+    assert len(kept - {HEAD}) < 12
+
+
+def test_a_cache_that_stops_to_grow_is_recorded_in_full() -> None:
+    """A window of 20: passes from the 16th on have other sizes than those before tell."""
+    program = partial(generating, partial(Decoder, 20))
+    found, whole = (captured(program, repeats) for repeats in (True, False))
+    assert launches(found) == launches(whole) and found.peak_bytes == whole.peak_bytes
