@@ -240,22 +240,19 @@ def _parts_frac(outcome: Outcome) -> dict[str, float]:
     """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
 
     Of the busy time each factor has the share that it scales; these add up to 1. A pipeline's
-    bubble and waiting for slower stages grow with them. ``ranks``: network time by the doublings of
-    nodes.
+    bubble and waiting for slower stages grow with them.
     """
     tally, busy_us = outcome.tally, _busy_us(outcome)
     product_us = sum(us for name, us in tally.us.items() if _is_product(name))
     compute, messages = outcome.compute_us / busy_us, outcome.exposed_comm_us / busy_us
-    all_messages_us = tally.comm.total_us or 1.0
     products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
-    network = messages * tally.far_us / all_messages_us
+    network = messages * tally.far_us / (tally.comm.total_us or 1.0)
     parts = {
         "products": products,
         "memory": compute - products,
         "links": messages - network,
         "network": network,
         "host": outcome.host_gap_us / busy_us,
-        "ranks": messages * tally.doublings_us / all_messages_us,
     }
     return {name: parts[name] for name in NAMES}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from math import exp, log, log2
+from math import exp, log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +13,7 @@ class Factors:
 
     ``products``: matrix products, convolutions and attention; ``memory``: all other kernels;
     ``links``: messages within a node; ``network``: messages between nodes; ``host``: Python,
-    autograd and launches. ``ranks``: how much longer a message between nodes takes each time that
-    their number doubles: among n nodes it takes network * ranks ** log2(n / 2) times as long.
+    autograd and launches.
     """
 
     products: float = 1.0
@@ -22,7 +21,6 @@ class Factors:
     links: float = 1.0
     network: float = 1.0
     host: float = 1.0
-    ranks: float = 1.0
 
     def __post_init__(self) -> None:
         if min(astuple(self)) <= 0:
@@ -40,9 +38,7 @@ class Factors:
 
     def of_message(self, size: int, per_node: int) -> float:
         """The factor of the time of a message among ``size`` ranks, ``per_node`` on each node."""
-        if size <= per_node:
-            return self.links
-        return float(self.network * self.ranks ** log2(-(-size // per_node) / 2))
+        return self.links if size <= per_node else self.network
 
 
 NAMES = tuple(f.name for f in fields(Factors))

@@ -31,8 +31,6 @@ from itercast.compose.machines.factors import NAMES, Factors
 
 DEVIATES = 1.2816  # no assumption: the 90 % quantile of a normal distribution
 FREEDOM = 4  # no assumption: of the distribution that spreads are fitted with
-# A model's number is added to the log of every factor of a time; ``ranks`` is none.
-EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ class Machine:
         """The expected factors; a model in ``models`` adds its own deviation on this machine."""
         logs = np.array(self.mean[: len(NAMES)])
         if model in self.models:
-            logs = logs + self.mean[len(NAMES) + self.models.index(model)] * EVERYWHERE
+            logs = logs + self.mean[len(NAMES) + self.models.index(model)]
         return Factors.of_logs(logs.tolist())
 
     def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log2
 
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
@@ -19,8 +18,7 @@ class Tally:
 
     ``us``: time by family; host work is among it on a CPU alone, where it is on the compute lane.
     ``compute``, ``comm`` and ``host`` are sums by lane. ``far_us``: messages between nodes;
-    ``doublings_us``: these, times how often their two nodes were doubled. ``hidden_us``: messages
-    beside compute, of those priced by what it does not hide.
+    ``hidden_us``: messages beside compute, of those priced by what it does not hide.
     """
 
     on_cpu: bool
@@ -29,7 +27,6 @@ class Tally:
     comm: AssumedTime = field(default_factory=AssumedTime)
     host: AssumedTime = field(default_factory=AssumedTime)
     far_us: float = 0.0
-    doublings_us: float = 0.0
     hidden_us: float = 0.0
 
     def count(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
@@ -42,7 +39,6 @@ class Tally:
             self.hidden_us += times * op.hidden_us
             if op.nodes > 1:
                 self.far_us += times * op.duration_us
-                self.doublings_us += times * op.duration_us * log2(op.nodes / 2)
 
     def add_all(self, other: Tally, times: float) -> None:
         """Add all that another one counted, ``times`` times."""
@@ -51,7 +47,6 @@ class Tally:
         for lane in ("compute", "comm", "host"):
             getattr(self, lane).add_all(getattr(other, lane), times)
         self.far_us += times * other.far_us
-        self.doublings_us += times * other.doublings_us
         self.hidden_us += times * other.hidden_us
 
     @property

@@ -28,7 +28,6 @@ FACTOR_WORDS = {
     "links": "messages within a node",
     "network": "messages between nodes",
     "host": "the host",
-    "ranks": "messages at twice the nodes",
 }
 UNKNOWN_FRAC = 0.95  # no assumption: a factor is unknown if this much of its deviation is left
 
@@ -54,7 +53,7 @@ def _sensitivity_parts(
     logs, base = target.machine.logs, forecast_step(step, target)
     exposed, other = [0.0] * len(NAMES), [0.0] * len(NAMES)
     for i, name in enumerate(NAMES):
-        if base.comm_us == 0 and name in ("links", "network", "ranks"):
+        if base.comm_us == 0 and name in ("links", "network"):
             continue
         raised = Factors.of_logs([*logs[:i], logs[i] + LOG_STEP, *logs[i + 1 :]])
         book = target.book.on(raised, target.known, target.model)

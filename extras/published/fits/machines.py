@@ -140,7 +140,7 @@ def derivatives(
     return {"log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
 
 
-AS_PRICED = Spread(spread=(1.0,) * 6, model=1.0, row=1.0)
+AS_PRICED = Spread(spread=(1.0,) * 5, model=1.0, row=1.0)
 
 
 def _stop(*_: Any) -> None:

@@ -43,7 +43,7 @@ def step() -> StepCapture:
         (Factors(products=2.0), 20 + 4 + 3),
         (Factors(memory=1.5), 10 + 6 + 3),
         (Factors(host=3.0), 10 + 4 + 9),
-        (Factors(links=9.0, network=9.0, ranks=9.0), 17),  # nothing is sent
+        (Factors(links=9.0, network=9.0), 17),  # nothing is sent
     ],
 )
 def test_a_factor_scales_its_part(machine: Factors, us: float) -> None:
@@ -60,11 +60,10 @@ def test_books_of_two_machines_ask_models_once() -> None:
 
 
 def test_messages_take_the_factor_of_what_they_cross() -> None:
-    """8 ranks of a node cross links, 16 on two nodes the network, 64 on eight pay twice more."""
-    machine = Factors(links=2.0, network=3.0, ranks=1.5)
+    """8 ranks of a node cross links, 16 on two nodes the network."""
+    machine = Factors(links=2.0, network=3.0)
     assert machine.of_message(8, 8) == 2
-    assert machine.of_message(16, 8) == 3
-    assert machine.of_message(64, 8) == pytest.approx(3 * 1.5**2)
+    assert machine.of_message(16, 8) == machine.of_message(64, 8) == 3
     message = Message(kind="all_reduce", axis="world", message_bytes=2**20, dtype="fp32")
     for ranks, factor in ((8, 2.0), (16, 3.0)):
         cluster = cluster_for(ParallelPlan(dp=ranks), GPU, None)
@@ -78,4 +77,4 @@ def test_messages_take_the_factor_of_what_they_cross() -> None:
 def test_factors_are_positive() -> None:
     with pytest.raises(ValueError, match="factors of a machine are positive"):
         Factors(host=0.0)
-    assert Factors.of_logs(Factors(host=2.0, ranks=1.5).logs).host == pytest.approx(2.0)
+    assert Factors.of_logs(Factors(host=2.0).logs).host == pytest.approx(2.0)

@@ -21,7 +21,7 @@ from itercast.extras.published.fits.machines import ROOT, RUNS, TYPICAL
 from itercast.extras.published.fits.ranking import ranked, ranks
 from itercast.extras.published.roles import ROLES
 
-SPREAD = np.array([0.3, 0.05, 0.05, 0.05, 0.05, 0.05])
+SPREAD = np.array([0.3, 0.05, 0.05, 0.05, 0.05])
 
 
 def drawn(machines: int) -> pd.DataFrame:
@@ -30,7 +30,7 @@ def drawn(machines: int) -> pd.DataFrame:
     for at in range(machines):
         factors, effects = draw.normal(0, SPREAD), draw.normal(0, 0.02, 3)
         for step in range(6):
-            j = draw.dirichlet(np.ones(6))
+            j = draw.dirichlet(np.ones(5))
             ratio = j @ factors + effects[step % 3] + draw.normal(0, 0.01)
             facts = {"source": f"s{at}", "machine": f"m{at}", "model": str(step % 3)}
             row = {**facts, "log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
@@ -119,7 +119,7 @@ def test_an_anchor_tells_which_plan_is_best() -> None:
     As an anchor it is taken for 0.09 / (0.09 + 0.01) of log(2) more: the second is chosen. That
     one, all products, is as forecast and tells nothing, so that one of two choices is right.
     """
-    typical = Spread(spread=(0.3,) * 6, model=0.0, row=0.1)
+    typical = Spread(spread=(0.3,) * 5, model=0.0, row=0.1)
     found = ranked(two_plans(), typical)
     assert (found["tau"], found["tau_anchor"]) == (-1.0, 0.0)
     loss = 100 * (200 / 110 - 1)
