@@ -83,7 +83,8 @@ def passing(file: str, line: int) -> bool | None:
             continue
         if check.test.lineno <= line <= (check.test.end_lineno or 0):
             test_passes = isinstance(check, ast.Assert)  # an ``if`` passes where its test is false
-            needed |= {test_passes != _is_negated(leaf) for leaf in _leaves(check.test)}
+            operators = [getattr(leaf, "op", None) for leaf in _leaves(check.test)]
+            needed |= {test_passes != isinstance(op, ast.Not) for op in operators}
     return needed.pop() if len(needed) == 1 else None
 
 
@@ -118,8 +119,3 @@ def _leaves(test: ast.expr) -> list[ast.expr]:
     if not isinstance(test, ast.BoolOp):
         return [test]
     return [leaf for operand in test.values for leaf in _leaves(operand)]
-
-
-def _is_negated(condition: ast.expr) -> bool:
-    """Whether a condition is ``not`` something."""
-    return isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not)

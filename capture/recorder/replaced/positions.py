@@ -33,11 +33,13 @@ def by_position(run: Callable[..., Any], func: OpOverload, args: Args, kwargs: K
         x, mask = (run(torch.ops.aten.expand.default, (t, shape), {}) for t in (x, chosen))
         func, chosen = AT_POSITIONS, [mask]
     if func._opname in PUT and len(chosen) == 1 and rest[0].dim() == 0 and not any(rest[1:]):
-        mask = chosen[0].reshape(*chosen[0].shape, *(1,) * (x.dim() - chosen[0].dim()))
+        mask = chosen[0]
+        for _ in range(x.dim() - mask.dim()):
+            mask = run(torch.ops.aten.unsqueeze.default, (mask, -1), {})
         fill = torch.ops.aten.masked_fill_.Tensor if func._schema.is_mutable else FILL
         return run(fill, (x, mask, rest[0]), kwargs)
     indices = list[Argument]()
     for index in chosen:
         found = run(torch.ops.aten.nonzero.default, (index,), {}) if is_mask(index) else None
-        indices += [index] if found is None else found.unbind(1)
+        indices += [index] if found is None else run(torch.ops.aten.unbind.int, (found, 1), {})
     return run(func, (x, indices, *rest), kwargs)

@@ -42,6 +42,21 @@ def test_a_data_set_has_the_numbers_that_a_script_made(
     assert product.outputs[0].shape == (8, 8)
 
 
+SELECTED = """import torch
+ends = torch.tensor([[0, 1, 1, 2, 2], [1, 1, 2, 0, 2]])
+edges = ends[:, ends[0] != ends[1]]
+assert edges.tolist() == [[0, 1, 2], [1, 2, 0]], edges.tolist()
+edges[edges == 2] = 7
+edges[:, edges[0] == 1] = 5
+assert edges.tolist() == [[0, 5, 7], [1, 5, 0]], edges.tolist()
+"""
+
+
+def test_integers_that_a_known_mask_selects_are_known(tmp_path: Path) -> None:
+    """Of five edges two are loops, 1-1 and 2-2; 2 becomes 7, and an edge from 1 gets two 5."""
+    assert captured(written(tmp_path, SELECTED + TRAINING), gpus=1).ranks
+
+
 COPIED = "model(torch.randn(4, 8).cuda())"
 
 
