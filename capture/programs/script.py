@@ -253,7 +253,7 @@ def _running_lines(script: Script, innermost: FrameType | None = None) -> Lines:
     lines, path = list[tuple[str, int]](), str(script.path)
     for frame, number in traceback.walk_stack(innermost):
         if _outside_torch(file := frame.f_code.co_filename):
-            lines.append((file, number))
+            lines.append((file, number or 0))  # another thread may be between two lines
         if file == path and frame.f_code.co_name == "<module>":
             break
     return tuple(lines[::-1])
