@@ -32,7 +32,7 @@ from itercast.capture.base.assumptions import all_assumptions
 from itercast.capture.plan import ParallelPlan
 from itercast.command_line import app
 from itercast.compose.machines.factors import NAMES
-from itercast.compose.machines.file import KEYS, LATER
+from itercast.compose.machines.file import KEYS
 from itercast.compose.machines.typical import REST
 from itercast.extras.campaign.stages import PLANS
 from itercast.extras.nccl import nccl_tests
@@ -210,7 +210,7 @@ def test_every_field_of_a_format_is_described() -> None:
     assert f"`schema_version` ({SCHEMA_VERSION})" in text
     keys = {
         "Measured steps": (*TIMES, *BESIDE, "source"),
-        "Machine file": (*KEYS, *LATER, *NAMES, *REST),
+        "Machine file": (*KEYS, *NAMES, *REST),
         "Host file": {f.name for f in fields(HostMachine)} - {"name"},
         "Logs of nccl-tests": re.findall(r'stated\.get\("(\w+)"', inspect.getsource(nccl_tests)),
     }

@@ -13,10 +13,11 @@ import yaml
 from itercast.capture.base.yaml_text import read_mapping
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Machine
-from itercast.compose.machines.typical import spread_of, stated
+from itercast.compose.machines.typical import REST, spread_of, stated
 
-KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical")
-LATER = ("measured", "seen")  # keys that files of before versions 0.24 and 0.35 lack
+KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical", "measured", "seen")
+
+OLDER = "; `itercast calibrate --iterations` makes files of older versions anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +46,23 @@ class KnownMachine:
 
 def read_machine(path: Path) -> KnownMachine:
     """Read a machine file; ValueError names what is wrong with it."""
-    facts = read_mapping(path, "machine file")
-    if set(facts) - set(LATER) != set(KEYS):
-        allowed = (*KEYS, *LATER)
-        raise ValueError(f"machine file {str(path)!r}: keys are {allowed}, got {sorted(facts)}")
+    facts, file = read_mapping(path, "machine file"), f"machine file {str(path)!r}"
+    if set(facts) != set(KEYS):
+        raise ValueError(f"{file}: keys are {KEYS}, got {sorted(facts)}{OLDER}")
     try:
+        if set(facts["typical"]) != {*NAMES, *REST}:
+            raise ValueError(f"typical is of {(*NAMES, *REST)}, got {[*facts['typical']]}{OLDER}")
         return _made(facts)
     except (ValueError, TypeError, LookupError) as exc:
-        raise ValueError(f"machine file {str(path)!r}: {type(exc).__name__} {exc}") from None
+        told = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__} {exc}"
+        raise ValueError(f"{file}: {told}") from None
 
 
 def _made(facts: Mapping[str, Any]) -> KnownMachine:
     """The machine of a file's content; ValueError where its numbers are no distribution."""
     models, mean = tuple(map(str, facts["models"])), np.array(facts["mean"], dtype=float)
     covariance = np.array(facts["covariance"], dtype=float)
-    size, seen = len(NAMES) + len(models), np.array(facts.get("seen", (0, 0)), dtype=float)
+    size, seen = len(NAMES) + len(models), np.array(facts["seen"], dtype=float)
     if mean.shape != (size,) or covariance.shape != (size, size):
         raise ValueError(f"mean and covariance are of {size} numbers, factors and models")
     if not all(np.isfinite(found).all() for found in (mean, covariance, seen)) or seen.min() < 0:
@@ -71,7 +74,7 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
         mean=tuple(mean.tolist()),
         covariance=tuple(map(tuple, covariance.tolist())),
         models=models,
-        measured=tuple(map(str, facts.get("measured", ()))),
+        measured=tuple(map(str, facts["measured"])),
         seen=(int(seen[0]), float(seen[1])),
     )
     return KnownMachine(

@@ -12,7 +12,7 @@ from itercast.capture.base.yaml_text import facts_of
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Machine, Spread
 
-REST = ("model", "row", "deviates")  # machine files of before version 0.32 lack the last one
+REST = ("model", "row", "deviates")
 
 
 @cache
@@ -30,8 +30,7 @@ def typical() -> Machine:
 def spread_of(facts: Mapping[str, Any]) -> Spread:
     """The spreads that typical.yaml or a machine file states, by the names of factors and REST."""
     spread = tuple(float(facts[name]) for name in NAMES)
-    known = {name: facts[name] for name in REST if name in facts}
-    return Spread(spread=spread, **known)
+    return Spread(spread=spread, **{name: facts[name] for name in REST})
 
 
 def stated(spread: Spread) -> dict[str, Any]:

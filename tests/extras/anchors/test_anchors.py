@@ -319,6 +319,7 @@ def test_a_trace_tells_the_time_of_its_steps(tmp_path: Path) -> None:
         ("mean", [0.0], "are of 5 numbers"),
         ("covariance", [[-1.0 * (a == b) for a in range(5)] for b in range(5)], "negative"),
         ("gpus", "x", "keys are"),
+        ("typical", {"products": 0.1, "ranks": 0.2}, "makes files of older versions anew"),
     ],
 )
 def test_a_wrong_machine_file_is_refused(
