@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from itercast.capture.programs.repeated.passes import Kind, Launched
 from itercast.capture.programs.repeated.sizes import with_sizes, without_sizes
 
@@ -39,16 +41,28 @@ def law_of(values: Sequence[Any]) -> Law | None:
     return at
 
 
+def summary(numbers: Sequence[Any] | None) -> list[Any]:
+    """The least, the greatest and the sum of the numbers known of each input; none of None."""
+    with _disable_current_modes():
+        known = [None if n is None else n.numbers.double() for n in numbers or ()]
+        filled = [
+            None if n is None or not n.numel() else (n.min(), n.max(), n.sum()) for n in known
+        ]
+        return [float(x) for three in filled for x in three or (0.0, 0.0, 0.0)]
+
+
 @dataclass(kw_only=True)
 class Growth:
     """What passes launch whose inputs have sizes that grow by ``by`` each, from ``first`` on.
 
-    ``calls``, ``others``: laws of what they launch, and of results and memory. ``passes``: how many
-    were asked for. Of these the 4th, 8th, 16th... run, to be compared.
+    Where passes read numbers (``reads``), what sums these up grows evenly, too: masks of ones,
+    positions. ``calls``, ``others``: laws of what they launch, and of results and memory.
+    ``passes``: how many were asked for. Of these the 4th, 8th, 16th... run, to be compared.
     """
 
-    first: list[int]
-    by: list[int]
+    first: list[Any]
+    by: list[Any]
+    reads: bool
     like: Launched
     calls: list[Law]
     others: Law
@@ -57,16 +71,18 @@ class Growth:
     @classmethod
     def of(cls, alike: Sequence[Kind], last: Kind) -> Growth | None:
         """The law of the ``last`` four of kinds that are alike, if they show one; of passes without
-        gradients that read no numbers.
+        gradients.
         """
-        kinds = [kind for kind in alike if "forward" in kind.last]
-        if kinds[-1] is not last or any(kind.numbers is not None for kind in alike):
+        kinds = [kind for kind in alike if "forward" in kind.last][-SHOW:]
+        if kinds[-1] is not last or any(
+            (k.numbers is None) != (last.numbers is None) for k in kinds
+        ):
             return None
-        sizes = [kind.sizes for kind in kinds[-SHOW:]]
+        sizes = [kind.sizes + summary(kind.numbers) for kind in kinds]
         steps = [[b - a for a, b in zip(*two, strict=True)] for two in pairwise(sizes)]
         if len(steps) < SHOW - 1 or not any(steps[0]) or any(step != steps[0] for step in steps):
             return None
-        shown = [kind.last["forward"] for kind in kinds[-SHOW:]]
+        shown = [kind.last["forward"] for kind in kinds]
         like, *others = (replace(one, calls=[], results=None) for one in shown)
         if any(one != like for one in others) or len({len(one.calls) for one in shown}) > 1:
             return None
@@ -75,12 +91,14 @@ class Growth:
         if rest is None or None in laws:
             return None
         calls = [law for law in laws if law]
-        return cls(first=sizes[0], by=steps[0], like=like, calls=calls, others=rest)
+        reads = last.numbers is not None
+        return cls(first=sizes[0], by=steps[0], reads=reads, like=like, calls=calls, others=rest)
 
-    def launched(self, sizes: Sequence[int]) -> Launched | None:
+    def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
         """What a pass launches whose inputs have these sizes; None where they grow otherwise."""
+        sizes = [*sizes, *summary(numbers if self.reads else None)]
         grown = [now - first for now, first in zip(sizes, self.first, strict=True)]
-        n, rest = max(divmod(a, b) for a, b in zip(grown, self.by, strict=True) if b)
+        n, rest = max(divmod(int(a), int(b)) for a, b in zip(grown, self.by, strict=True) if int(b))
         if rest or grown != [n * by for by in self.by]:
             return None
         results, most_bytes, kept_bytes = self.others(n)

@@ -329,7 +329,7 @@ def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[An
     alike = [kind for kind in kinds if (grows or kind.sizes == sizes) and kind.key == key]
     found = [k for k in alike if k.sizes == sizes and k.numbers in (None, numbers)]
     kind, growth = [*found, Kind(key=key, sizes=sizes)][0], [k.growth for k in alike if k.growth]
-    if growth and not kind.shown and (launched := growth[-1].launched(sizes)):
+    if growth and not kind.shown and (launched := growth[-1].launched(sizes, numbers)):
         if not growth[-1].confirms():
             return Kind(key=key, sizes=sizes, shown={"forward": launched})
         kind.expected = launched

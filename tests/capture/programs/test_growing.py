@@ -36,9 +36,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
         self.out = nn.Linear(WIDTH, 64)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache | None]:
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache | None]:
         Decoder.runs += 1
         x = self.words(tokens)
+        if mask is not None and not mask.all():
+            x = x.exp()
         rows, length, _ = x.shape
         for number, layer in enumerate(self.layers):
             q, k, v = layer(x).view(rows, length, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
@@ -55,7 +59,7 @@ class Decoder(nn.Module):
         return self.out(x), cache
 
 
-def generating(model: Callable[[], nn.Module], cached: bool = True) -> Step:
+def generating(model: Callable[[], nn.Module], cached: bool = True, masked: bool = False) -> Step:
     """A step that makes ``TOKENS`` tokens one by one, and trains on them."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -66,7 +70,8 @@ def generating(model: Callable[[], nn.Module], cached: bool = True) -> Step:
         with torch.no_grad():
             for _ in range(TOKENS):
                 given = tokens if cache is None or not cache.length else tokens[:, -1:]
-                logits = net(given, cache)[0][:, -1]
+                mask = torch.ones(tokens.shape, dtype=torch.int64) if masked else None
+                logits = net(given, cache, mask)[0][:, -1]
                 tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
         net(tokens)[0].sum().backward()
         optimizer.step()
@@ -75,15 +80,19 @@ def generating(model: Callable[[], nn.Module], cached: bool = True) -> Step:
     return step
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_decoding_is_as_if_all_ran(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cached", "masked"), [(True, False), (False, False), (True, True)])
+def test_decoding_is_as_if_all_ran(
+    cached: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a cache all tokens are given in each pass, and scores grow by their square.
+
+    A mask of ones, which is longer in each pass, may be read.
 
     Of the first 64 passes the prompt's runs, four that show the law, and those that confirm it: the
     8th, 16th, 32nd; in the second step the prompt's and the 64th and 128th of both.
     """
     monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
-    Decoder.runs, program = 0, partial(generating, Decoder, cached)
+    Decoder.runs, program = 0, partial(generating, Decoder, cached, masked)
     found = captured(program, repeats=True)
     assert Decoder.runs < 2 * 16
     whole = captured(program, repeats=False)
