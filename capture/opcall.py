@@ -203,8 +203,10 @@ def changed(value: R, **fields: Any) -> R:
 
     Plan searches make millions. Cached properties are not copied.
     """
-    copy, old = object.__new__(type(value)), vars(value)
-    vars(copy).update({name: old[name] for name in value.__dataclass_fields__}, **fields)
+    copy, old, names = object.__new__(type(value)), vars(value), value.__dataclass_fields__
+    new = vars(copy)
+    new.update(old if len(old) == len(names) else {name: old[name] for name in names})
+    new.update(fields)
     return copy
 
 

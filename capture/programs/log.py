@@ -26,7 +26,7 @@ from itercast.capture.collectives import (
     tensors_in,
 )
 from itercast.capture.opcall import OpCall
-from itercast.capture.programs.gpus.devices import GpuMemory
+from itercast.capture.programs.gpus.devices import GpuMemory, parts
 from itercast.capture.programs.kernels.fused import FUSED_ATTENTION, log_attention
 from itercast.capture.programs.kernels.libraries import as_of_torch, without_outliers
 from itercast.capture.programs.program import (
@@ -116,7 +116,7 @@ class ProgramLog(OpLog):
         if key not in self._storages:
             self._storages[key] = next(self.numbers) if number is None else number
             weakref.finalize(memory, self._freed, key)
-            self.resized(key, 0 if tensor.is_meta else memory.nbytes())
+            self.resized(key, memory.nbytes() if parts(tensor) else 0)
         return self._storages[key]
 
     def resized(self, key: int, nbytes: int) -> None:
@@ -228,9 +228,9 @@ class ProgramLog(OpLog):
         """Log one call: a copy between host and GPU as such, an op on tensors in host memory as
         the CPU's, others as launches of the GPU.
         """
-        tensors = tensors_in((args, kwargs))
         reads_host = self.host_memory and not self.reads_copies
-        on_host = list(map(self.host_memory.holds, tensors)) if reads_host else []
+        tensors = tensors_in((args, kwargs)) if reads_host else []
+        on_host = list(map(self.host_memory.holds, tensors))
         if op == COPY and any(on_host) and any(map(self.gpu_memory.holds, tensors)):
             non_blocking = bool(args[2:] or kwargs.get("non_blocking"))
             self.copied("d2h" if on_host[0] else "h2d", args[0], non_blocking=non_blocking)

@@ -180,13 +180,13 @@ class WholeAttention(TorchFunctionMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Argument:
-        kwargs = dict(kwargs or {})
-        if func is MULTI_HEAD and not self.log.paused:  # what it calls does not come here
-            with patch.object(torch.nn.functional, SDPA.__name__, self.replaced):
-                return func(*args, **kwargs)
-        if func is not SDPA or self.log.paused:
+        kwargs = kwargs or {}
+        if (func is not SDPA and func is not MULTI_HEAD) or self.log.paused:
             return func(*args, **kwargs)
-        return self.replaced(*args, **kwargs)
+        if func is SDPA:
+            return self.replaced(*args, **kwargs)
+        with patch.object(torch.nn.functional, SDPA.__name__, self.replaced):
+            return func(*args, **kwargs)  # what it calls does not come here
 
     def replaced(self, *args: Argument, **kwargs: Argument) -> Argument:
         """Run this in place of scaled_dot_product_attention, with the same arguments."""

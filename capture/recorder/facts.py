@@ -18,7 +18,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from itercast.capture.collectives import exchanged
 from itercast.capture.opcall import Args, Argument, Kwargs
@@ -94,12 +93,13 @@ def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: 
         return
     read_facts = [facts.get(t) for t in read]
     for tensor in written:
-        facts.pop(tensor, None)
+        facts.pop(tensor)
         if isinstance(tensor, FakeTensor):
             tensor.constant = None
     if not read_facts or None in read_facts:
         return
-    facts.update((tensor, replace(read_facts[0], values=None)) for tensor in written)
+    for tensor in written:
+        facts[tensor] = replace(read_facts[0], values=None)
     if any(fact.values is None for fact in read_facts):
         return
     with _disable_current_modes():
@@ -269,11 +269,30 @@ def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tenso
     return None
 
 
+class Facts:
+    """What is known by tensor: attributes of these, as each op asks for its tensors' facts."""
+
+    def __init__(self) -> None:
+        self.name = f"known to {id(self)}"
+
+    def __setitem__(self, tensor: Tensor, fact: Fact) -> None:
+        vars(tensor)[self.name] = fact
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.name in vars(tensor)
+
+    def get(self, tensor: Tensor) -> Any:
+        return vars(tensor).get(self.name)
+
+    def pop(self, tensor: Tensor) -> Any:
+        return vars(tensor).pop(self.name, None)
+
+
 class Known:
     """What is known of the values of tensors that are alive; ``facts``: by tensor."""
 
     def __init__(self) -> None:
-        self.facts: Any = WeakIdKeyDictionary()
+        self.facts = Facts()
         self._overwritten = set[int]()  # memory of values that are no longer a tensor's
         self.numbers_read = 0  # how often known or guessed numbers decided what a program does
 
@@ -299,7 +318,7 @@ class Known:
 
     def _drop(self, tensor: Tensor, overwritten: bool) -> None:
         """Forget a tensor's values, and all that share its memory if that was ``overwritten``."""
-        fact = self.facts.pop(tensor, None)
+        fact = self.facts.pop(tensor)
         if overwritten and fact is not None and fact.values is not None:
             self._forget(fact.values)
 
@@ -353,7 +372,7 @@ class Known:
             if fact is not None:
                 with _disable_current_modes():
                     values = None if fact.values is None else fact.values.clone()
-                    self.facts.setdefault(made, replace(fact, values=values))
+                    self.facts[made] = replace(fact, values=values)
             return made
 
         real: Any = {"tolist": noted(Tensor.tolist), "numpy": noted(Tensor.numpy)}

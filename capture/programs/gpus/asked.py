@@ -76,7 +76,9 @@ class Asked:
         original_getitem, before = os._Environ.__getitem__, self._before
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
-            path = arguments[READ[event]] if event in READ else None
+            if event not in READ:  # of which there are millions
+                return
+            path = arguments[READ[event]]
             if isinstance(path, str | bytes | os.PathLike) and not (
                 event == "open" and (arguments[2] or 0) & WRITES
             ):

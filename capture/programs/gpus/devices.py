@@ -24,6 +24,8 @@ SHARDS = "torch.distributed._shard."  # but this, which compares with devices th
 TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 PARSE_TO = torch._C._nn._parse_to
 FROM_HOST = (torch.Tensor.to, torch.tensor, torch.as_tensor)
+NAMED = (torch.device, torch.Tensor.to)  # a number among their arguments may be a GPU's
+NO_DEVICES = {FakeTensor, torch.dtype, int, float, tuple, list}
 AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
@@ -305,6 +307,8 @@ class OnCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function of torch with the CPU in place of a GPU; its result is put on the GPU."""
+        if not kwargs and func not in NAMED and NO_DEVICES.issuperset(map(type, args)):
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.device:  # a program may look at the name of its device
             by_number = args and isinstance(args[0], int)

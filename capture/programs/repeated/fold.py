@@ -92,7 +92,8 @@ def renumbered(call: OpCall, storage: Callable[[int], int], **fields: Any) -> Op
 
     def moved(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            return changed(value, storage=storage(value.storage))
+            number = storage(value.storage)
+            return value if number == value.storage else changed(value, storage=number)
         return tuple(map(moved, value)) if isinstance(value, tuple) else value
 
     fields["kwargs"] = {name: moved(value) for name, value in call.kwargs.items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -342,9 +342,8 @@ def trains(module: Any) -> bool:
 
 def optimizers_alive(older: Container[Optimizer]) -> list[Optimizer]:
     """All optimizers that are alive, but ``older`` ones."""
-    classes, alive = set(map(id, _with_subclasses(Optimizer))), gc.get_objects()
-    are_optimizers = map(classes.__contains__, map(id, map(type, alive)))  # millions: no loop
-    return [x for x in compress(alive, are_optimizers) if x not in older]
+    found = gc.get_referrers(*_with_subclasses(Optimizer))  # objects refer to their classes
+    return [x for x in found if issubclass(type(x), Optimizer) and x not in older]
 
 
 def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
