@@ -3,6 +3,7 @@
 import gzip
 import json
 import struct
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,30 +188,75 @@ def _tokenizer(folder: Path, size: int) -> None:
 
 
 def _model(folder: Path, what: dict[str, Any]) -> None:
-    """A model of transformers or diffusers with random weights, by its class and configuration."""
+    """A model of transformers or diffusers by its class and configuration.
+
+    Its weights are random in bf16; ``hollow``: a file without them, that takes no room on a disk.
+    """
     import torch
 
     torch.set_default_dtype(torch.bfloat16)
     name, facts = what["class"], what["config"]
     try:
-        if what.get("from") == "diffusers":
-            import diffusers
+        with torch.device("meta" if what.get("hollow") else "cpu"):
+            if what.get("from") == "diffusers":
+                import diffusers
 
-            getattr(diffusers, name)(**facts).save_pretrained(folder)
-        else:
-            import transformers
+                model = getattr(diffusers, name)(**facts)
+            else:
+                import transformers
 
-            model = getattr(transformers, name)
-            model(model.config_class(**facts)).save_pretrained(folder)
+                made = getattr(transformers, name)
+                model = made(made.config_class(**facts))
     finally:
         torch.set_default_dtype(torch.float32)
+    if what.get("hollow"):
+        _hollow(folder, model)
+    else:
+        model.save_pretrained(folder)
     if what.get("tokenizer"):
         _tokenizer(folder, what["tokenizer"])
+
+
+def _hollow(folder: Path, model: Any) -> None:
+    """A model's configuration, and a safetensors file of bf16 zeros that were not written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    of_diffusers = not hasattr(model, "config_class") or hasattr(model, "save_config")
+    if not of_diffusers:
+        model.config.architectures = [type(model).__name__]
+    (model.save_config if of_diffusers else model.config.save_pretrained)(folder)
+    named, at = dict[str, Any](), 0
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
+        end = at + 2 * tensor.numel()
+        named[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": [at, end]}
+        at = end
+    head = json.dumps({"__metadata__": {"format": "pt"}, **named}).encode()
+    head += b" " * (-len(head) % 8)
+    path = "diffusion_pytorch_model.safetensors" if of_diffusers else "model.safetensors"
+    with (folder / path).open("wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        file.truncate(8 + len(head) + at)
+
+
+def _ranks(path: Path, count: int) -> None:
+    """So many tokens and their ranks, as tiktoken's files: bytes, then such as do not occur."""
+    words = [bytes([n]) for n in range(256)] + [f"\u00e4{n}".encode() for n in range(count - 256)]
+    lines = (f"{b64encode(word).decode()} {n}" for n, word in enumerate(words))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _array(path: Path, count: int) -> None:
+    """As ``_tokens``, in NumPy's format."""
+    np.save(path, np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16))
 
 
 KINDS: dict[str, Callable[[Path, Any], None]] = {
     "text": _text,
     "tokens": _tokens,
+    "array": _array,
+    "ranks": _ranks,
     "shard": _shard,
     "gzip": _gzip,
     "pairs": _pairs,
