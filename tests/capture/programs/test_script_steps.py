@@ -621,10 +621,10 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
 ) -> None:
     """Of ten, the first makes gradients, two show what six more do, the last sends and is longer.
 
-    From one forward to the next the third to the eighth are alike: three are kept, one of them as
-    repeated four times. A hook inside a model may do anything: then all run, but not with
-    one that uses its arguments alone. A layer takes a product forward and, but for the first
-    one's input, two backward.
+    From one forward to the next the third to the ninth are alike, the last of these but for the
+    batch drawn at its end: three are kept, one of them as repeated five times. A hook inside a
+    model may do anything: then all run, but not with one that uses its arguments alone. A layer
+    takes a product forward and, but for the first one's input, two backward.
     """
     text = MODEL + ACCUMULATES
     once = captured(written(tmp_path, text), gpus=2)
@@ -634,7 +634,7 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
     every = captured(written(tmp_path, text.replace("ddp =", hook)), gpus=2)
     assert (tmp_path / "runs").read_text() == str(3 * 10)
     told, known = launches(once), launches(every)
-    assert told == known and [c.args for c in once.ranks[0].calls if c.op == AGAIN] == [(4,), (1,)]
+    assert told == known and [c.args for c in once.ranks[0].calls if c.op == AGAIN] == [(5,), (1,)]
     monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
     unfolded, target = captured(written(tmp_path, text), gpus=2), find_target("h100-sxm-80gb")
     found, whole = (forecast_program(one, target) for one in (once, unfolded))
