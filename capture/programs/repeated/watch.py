@@ -33,7 +33,14 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.alike import OF_TORCH, Layer, Model, hooked, layers_of
 from itercast.capture.programs.repeated.fold import again
-from itercast.capture.programs.repeated.forms import Form, Given, UnlikeError, form_of, opened
+from itercast.capture.programs.repeated.forms import (
+    Form,
+    Given,
+    UnlikeError,
+    form_of,
+    opened,
+    unlogged,
+)
 from itercast.capture.programs.repeated.growing import Growth
 from itercast.capture.programs.repeated.holders import content, told, unchanged
 from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
@@ -207,7 +214,7 @@ class Repeats:
         held = place.held(graph) if may_repeat else None
         if held is None:
             return run()
-        cast_before = self._cast_before(module)
+        cast_before = self._cast_before(module, graph)
         casts = [
             (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
         ]
@@ -232,14 +239,19 @@ class Repeats:
             raise UnlikeError
         return output
 
-    def _cast_before(self, module: Any) -> bool:
+    def _cast_before(self, module: Any, graph: bool) -> bool:
         """Whether autocast still has the cast weights of a module, since it ran before.
 
-        UnlikeError where a repetition should have cast them.
+        Of one that was repeated without gradients it is given them here, as the repetition launched
+        these casts; UnlikeError of another.
         """
         casts = torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
         if casts and self.cast.get(id(module)):
-            raise UnlikeError
+            if graph:
+                raise UnlikeError
+            with unlogged(self.log):
+                for parameter in module.parameters():
+                    torch.matmul(parameter, parameter.mT if parameter.dim() > 1 else parameter)
         before = casts and id(module) in self.cast
         self.cast[id(module)] = False
         return before

@@ -169,3 +169,28 @@ def test_tokens_may_differ_where_nobody_reads_them(reads: bool, runs: int) -> No
     whole = captured(program, repeats=False)
     assert launches(found) == launches(whole) and found.peak_bytes == whole.peak_bytes
     assert sum(op == "aten.exp.default" for op, *_ in launches(found)) == int(reads)
+
+
+def teaching(passes: int) -> Step:
+    """Passes without gradients under one autocast each step: some alike, then one of another size.
+
+    The first of them casts the weights.
+    """
+    net = Model()
+
+    def step() -> None:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            net(torch.randn(4, 8, WIDTH))
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            for rows in [4] * passes + [6, 5]:
+                net(torch.randn(rows, 8, WIDTH))
+
+    return step
+
+
+def test_weights_that_a_repeated_pass_cast_are_cast_once() -> None:
+    """The same ops: later passes read casts in memory of their own."""
+    found, runs = captured(partial(teaching, 3), repeats=True), Layer.runs
+    whole = captured(partial(teaching, 3), repeats=False)
+    assert [op for op, *_ in launches(found)] == [op for op, *_ in launches(whole)]
+    assert runs < Layer.runs
