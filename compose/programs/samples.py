@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
@@ -92,12 +93,16 @@ def batch_of(program: ProgramCapture) -> Batch:
 def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
     """(rows, tokens) of each lookup of forward in the table asked for most tokens.
 
-    Only lookups by indices of shape (rows, tokens of a row) count.
+    Only lookups by indices of shape (rows, tokens of a row) count. A table that forward made, as
+    one that ZeRO gathers for each, is that of the same shape.
     """
-    by_table, for_layers = defaultdict[int, list[tuple[int, int]]](list), _for_layers(calls)
+    by_table, for_layers = defaultdict[Any, list[tuple[int, int]]](list), _for_layers(calls)
+    made = {t.storage for call in calls if call.phase == "forward" for t in call.outputs}
     for call in (calls[i] for i in launch_order(calls)):
         if id(call) in for_layers:
-            by_table[call.args[0].storage].append((call.args[1].shape[0], call.args[1].numel))
+            table, places = call.args
+            name = table.shape if table.storage in made else table.storage
+            by_table[name].append((places.shape[0], places.numel))
     return max(by_table.values(), key=lambda table: sum(n for _, n in table), default=[])
 
 

@@ -296,6 +296,40 @@ def test_an_encoder_s_and_a_decoder_s_ids_are_of_the_same_samples(
     assert found.tokens == 8 * 4 * micro * (16 + length)
 
 
+GATHERED = """
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard):
+        whole = torch.empty(40, 32, device="cuda")
+        dist.all_gather_into_tensor(whole, shard.detach())
+        return whole
+    @staticmethod
+    def backward(ctx, gradient):
+        own = torch.empty(5, 32, device="cuda")
+        dist.reduce_scatter_tensor(own, gradient)
+        return own
+shard, model = nn.Parameter(torch.randn(5, 32, device="cuda")), Model().cuda()
+optimizer = torch.optim.AdamW([shard, *model.parameters()])
+for _ in range(9):
+    for micro in range(3):
+        ids = torch.randint(0, 40, (4, 17), device="cuda")
+        x = F.embedding(ids[:, :-1], Gathered.apply(shard))
+        for block in model.blocks:
+            x = block(x)
+        F.cross_entropy(model.head(x).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    summed(nn.ModuleList([*model.blocks, model.head]))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_table_that_each_micro_batch_gathers_is_one(tmp_path: Path) -> None:
+    """As under ZeRO-3: 8 ranks take 3 micro-batches of 4 samples of 16 tokens."""
+    _, found = batch(tmp_path, GATHERED)
+    assert (found.samples, found.own_samples) == (8 * 3 * 4, 3 * 4)
+    assert found.tokens == 8 * 3 * 4 * 16
+
+
 PACKED = """
 from torch.utils.data import DataLoader
 model = nn.parallel.DistributedDataParallel(Model().cuda())
