@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from math import isinf
 from operator import ge, gt, le, lt
 from typing import Any
@@ -269,11 +270,14 @@ def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tenso
     return None
 
 
+MADE = count()  # Facts: a tensor keeps those of a recording that is over
+
+
 class Facts:
     """What is known by tensor: attributes of these, as each op asks for its tensors' facts."""
 
     def __init__(self) -> None:
-        self.name = f"known to {id(self)}"
+        self.name = f"known, {next(MADE)}"  # an id would come again
 
     def __setitem__(self, tensor: Tensor, fact: Fact) -> None:
         vars(tensor)[self.name] = fact

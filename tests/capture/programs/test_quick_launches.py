@@ -8,7 +8,10 @@ import torch
 from test_repeated_layers import Step, captured
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from itercast.capture.recorder.facts import Facts
+
 ASKED = list[str]()
+HEARD = {"builtins.id": False}  # a hook cannot be taken back: only the test makes it hear
 
 
 def test_known_launches_ask_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +20,8 @@ def test_known_launches_ask_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     tensor (``id``), of which hooks that note files hear.
     """
     monkeypatch.setattr(FakeTensorMode, "dispatch", noted(FakeTensorMode.dispatch))
-    sys.addaudithook(lambda event, args: ASKED.append(event) if event == "builtins.id" else None)
+    monkeypatch.setitem(HEARD, "builtins.id", True)
+    sys.addaudithook(lambda event, args: ASKED.append(event) if HEARD.get(event) else None)
 
     def program() -> Step:
         x, y = torch.ones(4), torch.ones(4)
@@ -30,6 +34,16 @@ def test_known_launches_ask_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     calls = captured(program, repeats=True)
     assert not calls.ranks[0].calls
+
+
+def test_facts_of_a_recording_that_is_over_are_none_of_the_next() -> None:
+    """Python gives an object's number to another one as soon as it is gone."""
+    tensor = torch.ones(2)
+    for _ in range(3):
+        facts = Facts()
+        assert tensor not in facts
+        facts[tensor] = None
+        del facts
 
 
 def noted(dispatch: Any) -> Any:
