@@ -61,7 +61,8 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     held_us = iteration_us - runs[slowest].queued_us
     notes = (batch.note,) if batch.note else ()
     forecast = replace(forecast, host_held_us=held_us, notes=notes)
-    return as_trained(forecast, book) if program.optimizer_steps else forecast
+    trains = any(step.host.get("backward") for step in program.ranks.values())
+    return as_trained(forecast, book) if trains else forecast
 
 
 def peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:

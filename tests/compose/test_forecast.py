@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 from plan_case import GPU, Fixed, tensor
+from small_scripts import captured, written
 
+from itercast.api import predict
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import HALF_WIDTH, IN_PRACTICE, Forecast, as_trained, forecast
@@ -17,6 +20,8 @@ from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import Gpu
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
@@ -104,3 +109,23 @@ def test_trainings_without_text_take_longer_in_practice_where_nothing_is_known()
     assert told(replace(convolves, by_family_us={"gemm": 10.0}), book) == (1.0, False)
     assert told(convolves, PriceBook(Products(), CPU, 2)) == (1.0, False)
     assert told(convolves, book.on(NONE, known=typical())) == (1.0, False)
+
+
+CONVOLVES = """
+import torch
+model = torch.nn.Conv2d(3, 8, 3).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(9):
+    y = model(torch.randn(4, 3, 16, 16, device="cuda")).sum()
+    {}
+"""
+
+
+def test_plans_and_scripts_that_train_have_what_trainings_take(tmp_path: Path) -> None:
+    target = find_target("h100-sxm-80gb")
+    for mode, times in (("train", IN_PRACTICE), ("infer", 1.0)):
+        asked = predict("resnet-s", gpu="h100-sxm-80gb", batch=2, mode=mode)
+        assert asked.in_practice == times
+    for rest, times in (("y.backward(); optimizer.step()", IN_PRACTICE), ("", 1.0)):
+        program = captured(written(tmp_path, CONVOLVES.format(rest)), gpus=1)
+        assert forecast_program(program, target).in_practice == times
