@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.optim import Optimizer
 
 from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
@@ -188,6 +189,7 @@ def _run_until_enough_steps(
     evaluated, how = Evaluations(_outside_torch), (script.patience_s, on_gpu)
     steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, *how)
     argv = [str(script.path), *script.arguments]
+    prepare = steps.noting(Optimizer._patch_step_function)
 
     def doing(frame: FrameType) -> str:
         return f"{steps.so_far()}{script.quoted(_running_lines(script, frame))}"
@@ -198,6 +200,7 @@ def _run_until_enough_steps(
             patch.object(sys, "argv", argv),
             patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
+            patch.object(Optimizer, "_patch_step_function", prepare),
             finder.watching(log) if finder else nullcontext(),
         ):
             if script.module:

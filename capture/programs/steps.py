@@ -22,7 +22,7 @@ from itercast.capture.programs.repeated.evaluations import (
     in_one_loop,
     learned_from,
 )
-from itercast.capture.programs.trained.finder import optimizers_alive, trains
+from itercast.capture.programs.trained.finder import trains
 from itercast.capture.programs.trained.loss import tensors_of
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
@@ -108,7 +108,7 @@ class Steps:
         self.passes = list[tuple[str, Lines]]()
         self.inferences, self.earlier = list[Inference](), list[OpCall]()
         self.enough, self.notes = False, list[str]()
-        self.older = WeakSet(optimizers_alive(()))  # such as another rank's
+        self.optimizers = WeakSet[Any]()  # that the script made, while they live
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
         self.gpu_ops, self.fed = 0, list[Lines]()  # ops before the step that runs; copies in it
         log.ended, taken.came = self.end, log.batch
@@ -151,12 +151,17 @@ class Steps:
     def trains_later(self) -> bool:
         """Whether a step of an optimizer comes before the iteration that is kept."""
         trains = KINDS[self.kind] == "optimizer" and self.done < self.wanted - 1
-        return trains if self.kind else self._has_optimizer()
+        return trains if self.kind else self.has_optimizer
 
-    def _has_optimizer(self) -> bool:
-        """Whether the script made an optimizer: looked for among all objects until there is one."""
-        self.has_optimizer = self.has_optimizer or bool(optimizers_alive(self.older))
-        return self.has_optimizer
+    def noting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """What an optimizer that is made calls first of all, made to note it."""
+
+        def note_and_run(optimizer: Any) -> None:
+            self.has_optimizer = True
+            self.optimizers.add(optimizer)
+            original(optimizer)
+
+        return note_and_run
 
     def end(self, kind: str, owner: Any) -> None:
         """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
@@ -280,7 +285,7 @@ class Steps:
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = 1 if kind == "update" else PATIENCE
             begun = self.log.gpu_memory.ops or not self.on_gpu  # before, it prepares its data
-            if begun and self.done >= times * self.wanted and not self._has_optimizer():
+            if begun and self.done >= times * self.wanted and not self.has_optimizer:
                 later = kind == "forward" and calls_training(self.lines())
                 self.enough = not later or time.monotonic() > self.late_s
                 self.notes += [NOT_REACHED] * (later and self.enough)
@@ -356,7 +361,7 @@ class Steps:
 
     def _awaits_optimizers(self) -> bool:
         """Whether an optimizer was made that has not stepped, nor another with its parameters."""
-        owned = map(_trained_by, optimizers_alive(self.older))
+        owned = map(_trained_by, self.optimizers)
         return any(own and not own & self.trained for own in owned)
 
     def restore(self) -> None:

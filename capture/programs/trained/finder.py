@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -338,14 +335,3 @@ def trains(module: Any) -> bool:
     if not (torch.is_grad_enabled() and module.training):
         return False
     return any(p.requires_grad for p in module.parameters())
-
-
-def optimizers_alive(older: Container[Optimizer]) -> list[Optimizer]:
-    """All optimizers that are alive, but ``older`` ones."""
-    found = gc.get_referrers(*_with_subclasses(Optimizer))  # objects refer to their classes
-    return [x for x in found if issubclass(type(x), Optimizer) and x not in older]
-
-
-def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
-    """A class and all that inherit from it."""
-    return [kind, *chain.from_iterable(map(_with_subclasses, kind.__subclasses__()))]

@@ -174,6 +174,29 @@ def test_a_loop_that_evaluates_before_training_runs_twice(tmp_path: Path) -> Non
     assert not program.notes and ITEM not in {c.op for c in program.ranks[0].calls}
 
 
+MADE_LATE = """
+import pickle
+class Late(torch.optim.SGD):
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+        super().__init__(self.parameters)
+optimizer = Late(model.parameters())
+if AGAIN:
+    optimizer = pickle.loads(pickle.dumps(optimizer))
+for step in range(10):
+    for micro in range(20):
+        loss().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_optimizer_is_known_from_when_it_is_made(tmp_path: Path, again: bool) -> None:
+    """After 12 backwards a script without one ends: here 20 come before its first step."""
+    program = captured(written(tmp_path, MODEL + MADE_LATE.replace("AGAIN", str(again))), gpus=1)
+    assert not program.notes and program.ranks[0].host["backward"] == 20
+
+
 NEVER_UPDATED = """
 optimizer = torch.optim.SGD(model.parameters())
 loader = torch.utils.data.DataLoader(torch.zeros(SAMPLES, 64), batch_size=4, drop_last=True)
