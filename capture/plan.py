@@ -184,8 +184,8 @@ class ParallelPlan:
         return [*(name for name in own if name != "more"), *(name for name, _ in self.more)]
 
     def parts(self, changed: str) -> tuple[object, ...]:
-        """The values of all keys that change "ops", "prices" or "stages"; plans that agree in them
-        share these. With the whole plan where a key of a package does, which reads all of it.
+        """A key of caches: values of the keys that change ``changed`` ("ops", "prices", "stages"),
+        and the plan if a package's key does. Plans with equal parts share what is cached.
         """
         kind: Any = type(self)
         own = tuple(getattr(self, name) for name in _changing(kind, changed))
@@ -238,7 +238,7 @@ KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
 
 
 def _read(name: str, text: str, *, flag: bool) -> dict[str, Any]:
-    """The fields of ``name=text`` (``flag``: of ``name``): the key, a number behind a colon."""
+    """Parse ``name=text``, or a ``name`` alone (``flag``); text may be ``VALUE:NUMBER``."""
     if name not in KEYS:
         raise unknown("key", name, [*KEYS, *added_keys()])
     facts, second = _FIELDS[name], _NUMBERS.get(name)

@@ -107,7 +107,7 @@ share = number("above 0 and up to 1")
 
 
 def one_of(*names: str) -> Read[str]:
-    """Reads one of these names."""
+    """A reader of a plan key's text, which accepts only one of these names."""
 
     def read(key: str, text: str) -> str:
         if text not in names:
@@ -118,7 +118,7 @@ def one_of(*names: str) -> Read[str]:
 
 
 def some_of(*names: str) -> Read[str]:
-    """Reads one of these names, or several with + between them, in this order."""
+    """A reader of one of these names, or several joined by ``+``; returns them in this order."""
 
     def read(key: str, text: str) -> str:
         parts = text.split("+")

@@ -55,10 +55,10 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """An error's class and first line, and those of the errors that it was raised from, or while
-    one was handled: a script that cleans up after an error may fail there again.
+    """One line for an error: its class and first line, ", because of" the same of its cause.
 
-    Where it quotes the traceback of a worker's process, the first lines of its errors follow.
+    The cause is the error that it was raised from, or raised while handling (clean-up may fail
+    again). If the text quotes a worker's traceback, the first lines of the errors in that follow.
     """
     text = str(exc).strip()
     errors = QUOTED.findall(text) if "Traceback (most recent" in text else []

@@ -81,9 +81,9 @@ class InputLane:
                 raise ValueError(f"{name} is at least {low}, got {getattr(self, name)!r}")
 
     def staged(self, room_bytes: float) -> tuple[dict[str, float], InputLane]:
-        """Choose files for a fast tier of ``room_bytes``: shares of the groups, and the lane then.
+        """Stage files on a fast tier of ``room_bytes``, those with the longest wait per byte first.
 
-        First come those that batches wait for longest by byte; staged files are not waited for.
+        Returns the staged share by file group, and the lane, which no longer waits for these.
         """
         shares, saved_us = dict[str, float](), 0.0
         for group in sorted(self.files, key=lambda g: g.waiting_us / g.nbytes, reverse=True):
@@ -103,7 +103,7 @@ class InputLane:
     def without(self, *stages: str, share: float = 1.0) -> InputLane:
         """The lane if a share of the time of these stages were gone from each batch.
 
-        Stage ``waiting`` is no CPU time. All batches shrink by the same factor.
+        All batches shrink by the same factor. Stage ``waiting`` takes wall time but no CPU time.
         """
         saved_us = share * sum(self.stages_us.get(name, 0.0) for name in stages)
         saved_cpu_us = saved_us

@@ -133,10 +133,10 @@ def own_times(batches: Sequence[BatchTime], more_us: float = 0.0) -> Batches:
 def batch_size(batch: Any, loader: DataLoader[Any]) -> tuple[int, int]:
     """Samples and bytes of a batch.
 
-    Samples are the loader's ``batch_size`` if a tensor or a list of the batch is as long, as the
-    first tensor may hold all boxes, or one picture; or if the first is several times as long, as of
-    several crops of each sample. Else the length of the first tensor; without tensors, as of a
-    dict of a video's frames, the loader's ``batch_size`` or the batch's own length.
+    Samples: the loader's ``batch_size``, if some tensor or list of the batch has this length
+    (others may be lists of boxes), or the first tensor's is a multiple of it (several crops of each
+    sample). Else the first tensor's length; without tensors ``batch_size``, or the length of the
+    batch.
     """
     tensors = _tensors(batch)
     lengths = [t.shape[0] for t in tensors if t.dim()]

@@ -59,8 +59,7 @@ class KnownRanks:
         return self
 
     def program(self, world_size: int) -> ProgramCapture:
-        """The captured ranks as one program; its passes are the first rank's, its held
-        memory that of the rank with the highest peak."""
+        """The captured ranks as one: ``passes`` of the first, ``held_bytes`` of the fullest."""
         done = dict(sorted(self.done.items()))
         fields = [rank.fields for rank in done.values()]
         fullest = max(done.values(), key=lambda rank: rank.peak_bytes)
@@ -100,11 +99,11 @@ Attempt = Callable[[], KnownRanks]
 def in_fork(
     tell: Callable[[], object], hear: Callable[[Any], None], attempt: Attempt
 ) -> KnownRanks:
-    """Make an attempt in a fork of this process.
+    """Run ``attempt`` in a forked child, whose side effects are lost unless it completes the ranks.
 
-    A fork that completes the ranks returns from here and goes on in place of this process, which
-    ends as the fork does. Others send back what they know by a file, and what ``tell`` returns in
-    them, which ``hear`` gets here. Where a fork fails, this process ends as it does.
+    Then the child returns from here and carries on as the program, while this parent waits for it
+    and exits with its code, as it does if the child fails. Else the child sends back its
+    ``KnownRanks``, and what ``tell`` returns in it, which ``hear`` gets here.
     """
     with TemporaryFile() as file:
         if (pid := os.fork()) == 0:

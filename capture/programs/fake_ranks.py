@@ -207,7 +207,7 @@ def _log_resized_storages(log: ProgramLog) -> AbstractContextManager[object]:
 
 
 def _without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, run on real tensors of the CPU and not logged."""
+    """Wrap a method to run on real tensors on the CPU, unlogged."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), torch.device("cpu"):
@@ -224,7 +224,7 @@ MESH_METHODS = (
 
 @contextmanager
 def _meshes_hold_real_ranks(log: ProgramLog) -> Iterator[None]:
-    """Make the ranks in a ``DeviceMesh`` real numbers, on the CPU.
+    """Make the rank numbers in a ``DeviceMesh`` real tensors on the CPU.
 
     A mesh of GPUs still changes a tensor's sharded dim by all_to_all, as on GPUs.
     """

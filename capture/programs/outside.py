@@ -74,10 +74,10 @@ class RefusedError(ValueError, PermissionError):
 
 @contextmanager
 def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
-    """Refuse sockets and programs; workers of DataLoaders are left alone.
+    """Let the script open no sockets and start no programs; workers of DataLoaders may.
 
-    ``owns``: whether a file is the script's own; ``kept``: the file to list those in that the
-    script writes over (``kept_files``).
+    ``owns``: whether a file is the script's own; ``kept``: a file in which to list the files that
+    the script overwrites (``kept_files``).
     """
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
     spawns = _refuse("spawns processes")
@@ -179,10 +179,11 @@ def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options
 
 @contextmanager
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Run here, of the processes that a script starts for its ranks, this rank's alone.
+    """Of the processes that a script starts, one for each rank, run this rank's here, skip the
+    rest.
 
     Those of one target function are the ranks, in order. Daemons, such as readers of data, and
-    processes that modules outside of its folder start, are threads.
+    processes that modules outside its folder start, become threads.
     """
     original_start, original_join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
 

@@ -163,7 +163,7 @@ class _Opened:
 
 
 class _Unread(_Opened):
-    """As ``safe_open`` of another file: floats have its header's shapes, no data; the rest is read.
+    """As ``safe_open`` of another file: floats have shapes but no data, others are read on demand.
 
     Reading by safetensors itself (``read``) maps the whole file, and a GPU's memory by address.
     """

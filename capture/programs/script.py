@@ -99,8 +99,8 @@ class Script:
         return "".join(f"{_short(file)}:{number}" for file, number in innermost)
 
     def quoted(self, lines: Lines) -> str:
-        """Two of these lines with their text, in brackets: the innermost one of the user's own, and
-        the innermost one if a library's; "" for no lines.
+        """Quote at most two of these lines in brackets: the script's innermost, and the innermost
+        of all if that is a library's; "" for no lines.
         """
         own = [line for line in lines if self.owns(line[0])][-1:]
         below = [line for line in lines[-1:] if line not in own]
@@ -169,9 +169,9 @@ def capture_script(
 
 
 def _rows_given(steps: Steps, taken: TakenBatches) -> int:
-    """The first axes of what the model is given in the iteration that was kept, added up.
+    """Samples that the model got in the kept iteration, by the first axes of its inputs.
 
-    0 where DataLoaders give batches, or where not each backward has one forward.
+    0 where DataLoaders give batches, or where forwards and backwards differ in number.
     """
     backwards = sum(what == "backward" for step in steps.kept for what, _ in step.passes)
     alone = taken.loader is None and len(taken.samples) == backwards

@@ -134,9 +134,9 @@ class Steps:
         return any(step.on_gpu or any(c.graphed for c in step.calls) for step in self.kept)
 
     def kept_passes(self, named: Callable[[Lines], str]) -> tuple[str, ...]:
-        """Backwards and updates of the iteration that was kept: which line calls how many.
+        """Which line calls how many backwards and updates of the kept iteration, in words.
 
-        They begin with a backward: updates before it are of other optimizers than the last one.
+        Updates before its first backward, by other optimizers than the one that ends it, come last.
         """
         passes = [(what, named(lines)) for step in self.kept for what, lines in step.passes]
         first = next((i for i, (what, _) in enumerate(passes) if what == "backward"), 0)
@@ -175,7 +175,7 @@ class Steps:
         self._end(KINDS.index("warm-up" if is_warm_up else kind), owner, self.lines())
 
     def _note_inference(self, model: Any) -> None:
-        """Note what a model in evaluation made: it may be there to be learned from."""
+        """Note the outputs of a model in evaluation: a loss may read them, as in RL."""
         outputs = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.ran[1])]
         inference = Inference(
             calls=len(self.earlier) + len(self.log.calls),
@@ -186,8 +186,8 @@ class Steps:
         self.inferences.append(inference)
 
     def _end(self, kind: int, owner: Any, lines: Lines) -> None:
-        """Note the end of ``KINDS[kind]`` at these lines; a step ends where it is of the kind that
-        says most so far, at the place where it ended most often.
+        """Note that ``KINDS[kind]`` ended at these lines. It ends a step if no later one of
+        ``KINDS`` was seen yet, and if this one ended most often here.
         """
         if self.log.after_graph is not None:  # it ends whenever the graph is launched
             self.log.after_graph.append(partial(self._end, kind, owner, lines))
@@ -218,7 +218,7 @@ class Steps:
             self._waits()
 
     def _join(self, ended: Sequence[Step]) -> None:
-        """Make steps that ended by a kind that says less a part of the step that runs."""
+        """Merge steps, ended by an earlier one of ``KINDS``, into the step that runs."""
         for step in ended[::-1]:
             self.places |= step.places
             self.passes[:0] = step.passes
@@ -227,8 +227,8 @@ class Steps:
             self.gpu_ops -= step.on_gpu
 
     def _waits(self) -> None:
-        """Count a backward, or a pass over a DataLoader: after ``WAITED`` of them without a step of
-        an optimizer the script ends.
+        """Count a backward, or a pass over a DataLoader; after ``WAITED`` of them without an
+        optimizer's step, end the script.
         """
         self.waited += 1
         if self.waited == WAITED:
@@ -293,10 +293,10 @@ class Steps:
             raise EnoughSteps
 
     def _is_whole(self, lines: Lines) -> bool:
-        """Whether an iteration ended, which is kept then, or is waited for no longer.
+        """Whether to stop: an iteration is complete (it becomes ``kept``), or the search takes too
+        long.
 
-        It ends when the place that is rarest among the loop's comes again: what lies between is one
-        iteration.
+        An iteration lies between two visits of the loop's rarest place.
         """
         averages = self._averages(lines)
         steps = [step.places | more for step, more in zip(self.ended, averages, strict=True)]
@@ -322,10 +322,10 @@ class Steps:
         return late
 
     def _averages(self, lines: Lines) -> list[set[Place]]:
-        """A place ``AVERAGES`` for each step that updates many more tensors than others do.
+        """By step, the place ``AVERAGES`` if it updates moving averages of weights, else no place.
 
-        At least half as many more as are trained: moving averages of weights. The first step has
-        none, as it also has the updates that made the model.
+        It does if it writes many more tensors than other steps: at least half as many more as are
+        trained. Never the first step, which also made the model.
         """
         counts = [step.updated for step in self.ended]
         enough = min(counts[1:] or counts) + max(1, len(self.trained) / 2)

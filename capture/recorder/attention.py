@@ -51,9 +51,9 @@ def eager_attention(
 
 
 def kernel_left(masked: bool) -> str:
-    """The attention kernel that remains where the program has switched others off; "" for no such.
+    """The attention kernel left if the program switched others off; "" if it is still open.
 
-    ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp`` switch them. Flash takes no mask.
+    ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp`` switch them; flash takes no mask.
     ``EAGER`` is torch's computation by separate ops.
     """
     on = torch.backends.cuda
@@ -114,7 +114,7 @@ class _LoggedAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, log: Any, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
     ) -> Argument:
-        """Attention of (batch, heads, length, dim) tensors; for fake ones nothing is computed."""
+        """Attention of (batch, heads, length, dim) tensors; fake ones are not computed."""
         ctx.log, ctx.mask, ctx.options = log, mask, options
         ctx.logged = _attention_options(mask, options)  # backward runs the kernel that forward ran
         ctx.save_for_backward(q, k, v)
@@ -124,7 +124,7 @@ class _LoggedAttention(torch.autograd.Function):
         else:
             output = SDPA(q, k, v, mask, **options)
         if q.dim() == 4:
-            output = output.transpose(1, 2).contiguous().transpose(1, 2)
+            output = output.transpose(1, 2).contiguous().transpose(1, 2)  # as kernels store it
         log.paused -= 1
         log.add("itercast.sdpa", (q, k, v), ctx.logged, output)
         return output

@@ -84,9 +84,9 @@ def note_message(facts: Any, func: Any, args: Any, kwargs: Any, result: Any) -> 
 
 
 def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: int) -> None:
-    """Note what written tensors hold: the numbers of those read, over and over, times ``terms``.
+    """Note what a message writes: the numbers read, repeated as often as they fit, times ``terms``.
 
-    ``terms``: how many equal numbers are summed. Two lists of the same length are sent one by one.
+    ``terms``: how many equal numbers are summed. Lists of equal length are sent pair by pair.
     """
     if len(read) == len(written) > 1:
         for sent, filled in zip(read, written, strict=True):
@@ -119,10 +119,10 @@ def flatten_lists(values: Sequence[Argument]) -> list[Argument]:
 
 
 def share_passing_finite_check(name: str, args: Args) -> float | None:
-    """Share of elements for which a check for NaN or infinity is true, all numbers being finite.
+    """Share of elements for which a check for NaN or infinity is true, if all numbers are finite.
 
-    ``x == x`` is such a check, and ``x == inf``; ``torch.distributions`` asks ``_is_all_true`` of
-    its arguments. None for any other op.
+    Such checks are ``isnan``, ``x == x``, ``x == inf``, and ``_is_all_true``, by which
+    ``torch.distributions`` checks arguments. None for any other op.
     """
     if name in ("isnan", "isinf"):
         return 0.0
@@ -144,9 +144,9 @@ def all_alike(share: float, mask: Tensor) -> Fact:
 
 
 def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
-    """The fact about a comparison with an unknown number, None for other ops.
+    """The fact about comparing a number that nobody knows; None for other ops.
 
-    It is guessed to be 1, as one that is read is, and to equal no unknown one.
+    Such a number is guessed to be 1, and to differ from any other unknown number.
     """
     if name in ("eq", "ne") and not output.dim():
         return Fact(mean=float(name == "ne"), guessed=True)
@@ -256,7 +256,7 @@ def filled(name: str, args: Args, output: Argument) -> Tensor | None:
 
 
 def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tensor | None:
-    """The values of (all false AND anything), or (all true OR anything); None for other ops."""
+    """The values of AND with a mask of zeros, or OR with one of ones; None for anything else."""
     kind = name.removesuffix("_")
     if kind not in (*AND, *OR) or not isinstance(output, torch.Tensor):
         return None
@@ -350,10 +350,10 @@ class Known:
 
     @contextmanager
     def lists_at_once(self) -> Iterator[None]:
-        """Let ``tolist`` of a fake tensor read one element, where torch reads each by itself.
+        """Let ``tolist`` of a fake tensor read one element only, where torch reads each by itself.
 
-        All others are listed as they are known, else as that one. That a program lists real ones,
-        or hands them to NumPy, is noted. Deep copies hold what is known of their originals.
+        It returns the known values, else this element over and over. Also counts (``numbers_read``)
+        that a program lists real tensors or hands them to NumPy; deep copies keep what is known.
         """
         one_by_one, copy = FakeTensor.tolist, FakeTensor.__deepcopy__
 

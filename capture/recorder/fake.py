@@ -94,7 +94,7 @@ def make_subclass(kind: Any, data: Tensor, require_grad: bool = False, **options
 
 
 def as_subclass(tensor: Tensor, kind: Any) -> Tensor:
-    """What ``Tensor.as_subclass`` does, of fake tensors too, as ``make_subclass``."""
+    """As ``Tensor.as_subclass``; a fake tensor's class becomes both (as in ``make_subclass``)."""
     if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, kind):
         as_torch: Tensor = AS_SUBCLASS(tensor, kind)
         return as_torch

@@ -260,9 +260,9 @@ class OpLog(TorchDispatchMode):
             self.host["autograd_node"] += 1
 
     def read_by_host(self, tensor: Tensor) -> None:
-        """Log that the host reads numbers and waits, unless it has them already.
+        """Log that the host waits for numbers from the device, unless it has them already.
 
-        It has those that it drew at random, an optimizer's step counter, and the others of a list
+        It has numbers that it drew at random, an optimizer's step counter, and the rest of a list
         of which it has just read one.
         """
         drawn = self.routing is not None and self.routing.drawn(tensor)

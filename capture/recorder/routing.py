@@ -152,7 +152,7 @@ class Routing(Known):
         return self.guesses is not None
 
     def _guessed_number(self, name: str, args: Args) -> Argument:
-        """A number that the host reads, or whether two tensors are equal, as numbers seem to be."""
+        """Guess a number that the host reads, or whether two tensors are equal."""
         if name == "equal" and all(t.numel() == 1 for t in args[:2]):
             first, second = (self.fact(t) or Fact() for t in args[:2])
             return first.mean == second.mean and self._guesses()
@@ -161,8 +161,8 @@ class Routing(Known):
         return 1.0 if args[0].is_floating_point() else 1
 
     def _turned(self, number: Argument) -> Argument:
-        """A guessed number, negated at every ``TURNS_AFTER``-th read by a line, and with it other
-        parts of the same test of a loop: so loops end whose condition nobody knows.
+        """A guessed number, negated at every ``TURNS_AFTER``-th read in the same line, to end loops
+        whose condition nobody knows; other reads of the same loop test are negated with it.
         """
         if self.guesses is None:
             return number
@@ -178,8 +178,8 @@ class Routing(Known):
         return not number
 
     def _made_up(self, name: str, args: Args, kwargs: Kwargs) -> Args:
-        """The arguments with made-up values for tensors whose values are unknown: repeats are 1,
-        of others a share ``TRUE_SHARE`` is distinct, or as many as ``bincount`` is asked for.
+        """The arguments with made-up integers where nobody knows the values: repeats are 1, else a
+        share ``TRUE_SHARE`` is distinct, or as many as ``bincount`` has bins.
         """
         at_least = args[2:] if name == "bincount" else ()
         bins = kwargs.get("minlength", next(iter(at_least), 0))
@@ -248,7 +248,7 @@ class Routing(Known):
             self.facts[output] = fact_of_number(name, args, output) or guess
 
     def _note_certain(self, name: str, args: Args, output: Argument) -> bool:
-        """Note results that no unknown value changes; whether this is one (``may_be_certain``)."""
+        """Note a result that is the same whatever the unknown values are; returns whether it is."""
         if not may_be_certain(name):
             return False
         with _disable_current_modes():
@@ -294,7 +294,7 @@ class Routing(Known):
         return count
 
     def _nonzero(self, mask: Tensor) -> Argument:
-        """As ``nonzero``: as many positions as are expected; for a vector, the first ones."""
+        """As ``nonzero``: as many positions as are expected; in a vector, these come first."""
         count = self._count(mask)
         if count is None:
             return torch.ops.aten.nonzero.default(mask)

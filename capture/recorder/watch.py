@@ -79,9 +79,8 @@ def accumulates(inputs: object) -> bool:
 
 
 class MadeBy:
-    """Finds the numbered stretch of a step that an op belongs to, also in backward.
-
-    In backward it is the stretch in which forward made the autograd node that runs.
+    """Finds the numbered stretch of a step, such as a compiled function's call, that an op is part
+    of: in backward, the one in which forward made the autograd node that runs.
     """
 
     def __init__(self) -> None:

@@ -30,11 +30,11 @@ AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 class GpuMemory:
-    """Which storages a program has put on its GPU; in truth all are on the CPU.
+    """The storages that a program has put on its GPU; in truth all are on the CPU.
 
-    ``stream`` returns the number of the current stream. ``beside``: whether the program ever put a
-    tensor there on another stream than the first, beside its step; ``ops``: how many ops read
-    one; ``puts``: how often it put one. ``came`` is called where one with axes comes from the host.
+    ``stream`` returns the number of the current stream. ``beside``: a tensor was put there on
+    another stream than the default one. ``ops``: how many ops read such a tensor; ``puts``: how
+    often one was put. ``came``: called when a tensor with axes is copied there from the host.
     """
 
     def __init__(self, stream: Callable[[], int] = int) -> None:
@@ -108,9 +108,8 @@ def parts(tensor: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
-    """Let programs find the tensors that they put on a GPU, and what follows, on ``cuda:N``.
-
-    Torch itself finds all of them on the CPU.
+    """Show programs ``cuda:N`` as the device of tensors they put on a GPU, and of what is computed
+    from them; code inside torch still sees the CPU.
     """
     gpu = torch.device("cuda", local_rank)
 

@@ -30,10 +30,10 @@ WITHOUT_CUDA = {  # Dao-AILab/flash-attention, setup.py
 
 @contextmanager
 def own_kernels(log: ProgramLog) -> Iterator[None]:
-    """Log launches of kernels in Triton or CUDA as one pass over their arguments: a guess.
+    """Log launches of a program's Triton or CUDA kernels as one pass over their arguments (a
+    guess).
 
-    So are calls of extensions that torch would compile for CUDA; of these ``multi_tensor_adam`` is
-    known. Nothing is compiled or run.
+    So are functions of CUDA extensions, except ``multi_tensor_adam``. Nothing is compiled or run.
     """
 
     def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:

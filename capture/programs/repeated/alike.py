@@ -40,10 +40,10 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Layer ``number`` of a list. ``kinds``: what was seen of passes of the list's layers.
+    """Layer ``number`` of a list of equal ones. ``kinds``: what was seen of passes of these layers.
 
-    ``awaits_backward``: it runs until its backward was seen, too, as fewer than ``RUN`` equal
-    layers follow, whose backward would show it.
+    ``awaits_backward``: it runs until its own backward was seen, as fewer than ``RUN`` equal layers
+    follow that could show it.
     """
 
     layers: Sequence[torch.nn.Module]
@@ -62,11 +62,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model that runs by itself or in a wrapper (DDP...), of which ``outermost`` is outermost.
+    """A model; ``outermost`` is the outermost wrapper (DDP...) around it, or the model itself.
 
-    ``kinds``: what was seen of its passes since its attributes changed. ``library``: that of a
-    wrapper with a ``backward`` of its own, whose hooks are part of each pass: DeepSpeed's gather
-    parameters, free them, and send gradients on, so that each pass leaves all as it found it.
+    ``kinds``: what was seen of its passes since its attributes changed. ``library``: name of a
+    library whose wrapper has its own ``backward`` (DeepSpeed). Its hooks, which gather and free
+    parameters and send gradients, are then part of each pass: a pass leaves all as it found it.
     """
 
     model: Any
@@ -76,10 +76,11 @@ class Model:
     awaits_backward = True
 
     def held(self, graph: bool = True) -> Any:
-        """What has to be equal before passes that are alike; None if none ever are.
+        """The state that must be equal for passes to be alike; None if the model cannot be
+        repeated.
 
-        Attributes by identity, and where backward follows (``graph``) which parameters have
-        gradients: passes that make some are not repeated.
+        Attributes by identity; before a backward (``graph``) also which parameters have gradients,
+        as a pass that makes the first ones is not repeated.
         """
         parameters, modules = list(self.model.parameters()), list(self.model.modules())
         others = hooked(modules[1:]) or (graph and any(map(_hooked, parameters)))
@@ -151,9 +152,9 @@ def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:
 
 
 def _computes_with(function: FunctionType, names: set[str]) -> bool:
-    """Whether byte code that reads one of these attributes computes with it in the next two steps.
+    """Whether a function reads such an attribute and computes with it in the next two opcodes.
 
-    ``__init__`` may: what it computes is held, and compared.
+    ``__init__`` is exempt: what it computes is compared as an attribute.
     """
     if function.__name__ == "__init__":
         return False
@@ -190,9 +191,9 @@ def _hooked(parameter: Any) -> bool:
 
 
 def _held(layers: Sequence[torch.nn.Module], at: int) -> Any:
-    """What layer ``at`` of a list has in common with equal ones: two with equal results are equal.
+    """A description of layer ``at`` of a list: two layers are equal if their descriptions are.
 
-    Its attributes are compared with the first layer's. None where it cannot be repeated.
+    Attributes are described relative to the first layer's. None if the layer cannot be repeated.
     """
     first, module = layers[0], layers[at]
     names = [name for name, _ in first.named_modules()]

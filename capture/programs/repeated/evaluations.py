@@ -36,9 +36,9 @@ class Evaluations:
         self.passes = Counter[tuple[CodeType, int]]()
 
     def ran(self, model: Any, trains_later: Callable[[], bool]) -> None:
-        """Note a forward of a model, and end its loop if it is an evaluation's second pass.
+        """Note a forward in evaluation mode; after the second one in a loop, leave that loop.
 
-        Only where the script ``trains_later``: else the loop may be what is forecast.
+        Not if the script never ``trains_later``: then the loop may be what is to be forecast.
         """
         if model.training or torch.is_grad_enabled():
             return

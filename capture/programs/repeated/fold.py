@@ -35,10 +35,9 @@ def again(times: int) -> OpCall:
 
 
 def folded(calls: Sequence[OpCall]) -> list[OpCall]:
-    """The launches of a step, in which a mark is before each micro-batch, without alike ones.
+    """The launches of a step, equal micro-batches kept once; a mark stands before each micro-batch.
 
-    Passes without gradients have marks of their own (0 times), which count where fewer launches are
-    left then: not where one is beside each micro-batch.
+    Marks of passes without gradients (with number 0) are used if fewer launches are left by them.
     """
     marks = {call.args[0] for call in calls if call.op == AGAIN}
     unmarked = ([c for c in calls if c.op != AGAIN or c.args[0] >= least] for least in marks)
@@ -46,10 +45,10 @@ def folded(calls: Sequence[OpCall]) -> list[OpCall]:
 
 
 def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
-    """The launches of a step without those between marks that are alike.
+    """Keep few of each run of alike parts; a part is the launches between two marks.
 
-    Of those in a row the first and the last are left, and one of each block between, marked as
-    repeated. They read the memory that the one left before them made, in place of the one before.
+    The first and the last stay, and between them one for each block, after a mark of how many it
+    stands for. A part that read what a dropped part made reads that of the one kept before it.
     """
     starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
     left = list(calls[: starts[0]])
@@ -69,10 +68,10 @@ def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
 
 
 def _standing_for(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Which of parts after the first are left, with the numbers of those that each stands for.
+    """Pairs (number of a part to keep, how many it stands for), of all parts after the first.
 
-    One stands for all between the first and the last that have its sizes; where sizes grow, or
-    become smaller, the middle of ``BLOCK`` parts for these; where they do other things each part.
+    One stands for neighbours of equal sizes; where sizes grow or shrink steadily, the middle one of
+    ``BLOCK`` for these; else, and at the end, each for itself.
     """
     begin, last = 1, len(sizes) - 1
     while begin < last:
@@ -88,7 +87,7 @@ def _standing_for(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
 
 
 def renumbered(call: OpCall, storage: Callable[[int], int], **fields: Any) -> OpCall:
-    """A call on other memory, with other ``fields``; ``storage`` maps its storages to others."""
+    """A copy of a call with storages renumbered by ``storage``, and with other ``fields``."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, TensorSpec):

@@ -20,9 +20,9 @@ AS_THEY_ARE = (type, FunctionType, torch.dtype, torch.device)  # compared, not l
 
 
 class UnlikeError(BaseException):
-    """Raised where backward comes to what was repeated otherwise than before: nothing is repeated.
+    """Raised where a backward differs from what a repeated pass assumed.
 
-    The program runs again from its start, and each pass then. Scripts do not catch it.
+    The program is then captured anew without repetition. No ``except Exception`` stops it.
     """
 
 
@@ -82,7 +82,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a pass returns, or leaves in an object, of what it was given: number ``at`` of that."""
+    """Stands for input number ``at`` of a pass, among what it returns or leaves in an object."""
 
     at: int
 
@@ -154,9 +154,9 @@ class _Closing(Unpickler):
 
 
 def opened(value: Any, known: Collection[int] = ()) -> tuple[list[Any], bytes]:
-    """The tensors and integers of a value, in containers and objects but ``known`` ones (by id),
-    and the rest of it: equal where all else is. No rest is there of values that cannot be copied,
-    as of modules, locks and generators.
+    """The leaves of a value (tensors, integers, objects with ``known`` ids), and as bytes what is
+    around them: equal structures have equal bytes. Nothing of values that cannot be pickled,
+    such as modules, locks and generators.
     """
     opening = _Opening(made := BytesIO(), known)
     try:

@@ -69,14 +69,14 @@ class Launched:
 class Kind:
     """Passes of equal layers, or of one model, that are given the same (``key``).
 
-    ``last``: what the last one launched by phase; ``shown``: what two in a row did, so that others
-    will. ``watched``: others hook into autograd's nodes that add to gradients. ``compiled``: name
-    of the compiled function's call that makes the output. ``reaches``: parameters of a model that
-    its output depends on, by their ids. ``numbers``: what was known of the numbers in the inputs,
-    where passes read some; None where nobody does, so that they may differ. ``alive``: names of
-    storages that are alive when backward begins. ``sizes``: those of the inputs. ``growth``: the
-    law that this kind and those before it show, which are given other sizes; ``expected``: what one
-    launches by it.
+    ``last``: what the last pass launched, by phase; ``shown``: what two passes in a row launched,
+    so that further ones need not run. ``watched``: other code hooks into the autograd nodes that
+    add to gradients. ``compiled``: name of the compiled function's call that makes the output.
+    ``reaches``: parameters that the model's output depends on, by id. ``numbers``: known values of
+    the inputs, compared only where passes read some, else None. ``alive``: names of the storages
+    alive when backward begins. ``sizes``: those of the inputs. ``growth``: how launches grow with
+    the sizes, by passes of this kind and earlier ones; ``expected``: what a pass of this size
+    should launch.
     """
 
     key: Any
@@ -99,8 +99,8 @@ class Kind:
     def note(self, phase: str, launched: Launched) -> None:
         """Note what a pass launched in "forward" or "backward".
 
-        Of two alike the larger memory counts: what Python's collector happens to free meanwhile is
-        of earlier passes.
+        Of two alike the larger memory counts: what the garbage collector frees meanwhile belongs to
+        earlier passes.
         """
         last = self.last.get(phase)
         if last == launched:
@@ -346,9 +346,9 @@ class Repetition:
             self.log.host[event] = self.log.host.get(event, 0) + times
 
     def _reached(self, reached: ReachedGradient) -> torch.Tensor | None:
-        """A parameter's gradient for autograd's node to add; None if this function has added it.
+        """A parameter's gradient for autograd's node to add; None if it was added here.
 
-        It adds the gradient and calls hooks if nobody watches the node.
+        If nobody else hooks into the node, it is added here, and hooks are called.
         """
         gradient = self._new_tensor(reached.form, reached.number)
         parameter = self.inputs.parameters[reached.at]

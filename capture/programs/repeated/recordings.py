@@ -141,11 +141,11 @@ class ModelPass(Recording):
         ]
 
     def enter(self, roots: tuple[Any, ...]) -> bool:
-        """Hook the node by which backward enters the pass; whether it can be repeated.
+        """Hook the autograd node by which backward enters this pass; whether it can be repeated.
 
-        It can where backward enters it by one output, and adds outside of it to gradients of other
-        parameters alone. Nodes outside have to be younger, so that they all run before it. What a
-        library's ``backward`` does after autograd is known only where ``LASTING`` has it.
+        Backward has to enter by one output, after all nodes outside of the pass ran (younger ones),
+        which add to no gradient that the pass reaches. What a library's ``backward`` does after
+        autograd is known only where ``LASTING`` has it.
         """
         reached_nodes = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, self.nodes)]
         entered = [(node, end) for node, end in reached_nodes if end[0] in self.nodes]
@@ -174,9 +174,9 @@ def next_node() -> int:
 
 
 def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
-    """Whether Python holds more references than autograd's graph to nodes that add to gradients.
+    """Whether Python holds references to the nodes that accumulate gradients, as FSDP's hooks do.
 
-    Code that hooks into them does, as FSDP.
+    Compares reference counts with those of a node that nobody hooks into.
     """
     with unlogged(log):
         unwatched = _most_references([torch.empty(()).requires_grad_() + 1])

@@ -76,7 +76,7 @@ class Repeats:
     def watched(self) -> Iterator[None]:
         """Watch calls of modules, backward passes, and when autocast forgets the weights it cast.
 
-        UnlikeError in place of an error after anything was repeated: without it may not fail.
+        UnlikeError in place of an error after a repetition: run without, the script may not fail.
         """
         original_call, original_clear = torch.nn.Module._call_impl, torch.clear_autocast_cache
 
@@ -108,8 +108,8 @@ class Repeats:
     def _backward(self, backward: Backward) -> Iterator[None]:
         """Note what a plain ``loss.backward()`` launches for each open pass that it reaches.
 
-        Any other backward, as of ``autograd.grad``, is not noted; where a repetition waits for its
-        backward it is an UnlikeError, as it cannot be repeated.
+        Other calls (``autograd.grad``, or one that retains the graph) are not noted; if a repeated
+        forward waits for its backward, they raise UnlikeError, as they cannot be repeated.
         """
         leaves_graph = backward.differentiable or backward.keeps_graph
         is_plain = backward.accumulates and not (backward.inputs or leaves_graph)
@@ -123,9 +123,9 @@ class Repeats:
         self.open.clear()
 
     def _through(self, wrapper: torch.nn.Module, run: Callable[[], Any]) -> Any:
-        """Run a wrapper, and remember the outermost one while it runs.
+        """Run a wrapper (DDP...), and remember the outermost one while it runs.
 
-        Its attributes have to stay the same for the model's passes to be alike.
+        Passes of the model inside are alike only while attributes of that wrapper stay the same.
         """
         before = self.wrapper
         self.wrapper = wrapper if before is None else before  # not ``or``: some raise in bool()
@@ -194,10 +194,10 @@ class Repeats:
     def _forward(
         self, module: Any, place: Layer | Model, forward: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Repeat a forward if equal passes showed what it launches, else run and note it.
+        """Repeat a forward if equal passes showed what it launches, else run it and note that.
 
-        Passes are equal of modules that hold the same (``held``), given inputs of the same forms,
-        under the same autocast, modes and stream. One that cannot be repeated is only run.
+        Equal are passes whose modules (``held``) and input forms are, under equal autocast, modes
+        and stream. A module that cannot be repeated is only run.
         """
         log, run = self.log, partial(forward, *args, **kwargs)
         leaves, structure = opened((args, kwargs))
@@ -240,10 +240,11 @@ class Repeats:
         return output
 
     def _cast_before(self, module: Any, graph: bool) -> bool:
-        """Whether autocast still has the cast weights of a module, since it ran before.
+        """Whether autocast's cache has this module's cast weights, as it ran before in this
+        context.
 
-        Of one that was repeated without gradients it is given them here, as the repetition launched
-        these casts; UnlikeError of another.
+        A repetition launched these casts without filling the cache: they are made here, unlogged,
+        or, under a ``graph`` of gradients, are too late: UnlikeError.
         """
         casts = torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
         if casts and self.cast.get(id(module)):
@@ -264,10 +265,11 @@ class Repeats:
         place: Layer | Model,
         given: Any,
     ) -> Any:
-        """Run forward and note what it launches, if that can be repeated.
+        """Run a forward and note what it launches, unless it cannot be repeated.
 
-        Not if random numbers were drawn, tensors returned that are older or still awaited, a layer
-        changed or what it was given, but for ``holders``, or code watches the graph of a model.
+        It cannot if it drew random numbers, returned older tensors or such as a message still
+        fills, changed its layer or inputs (but ``holders``), or if other code watches the model's
+        graph.
         """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
         read = log.routing.numbers_read
@@ -330,11 +332,10 @@ def _hooking_library(wrapper: Any, model: torch.nn.Module) -> str:
 
 
 def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[Any]) -> Kind:
-    """The kind of passes with this key and sizes, and these numbers if it reads any; neither can be
-    hashed. Where others show how launches grow with the sizes, one of its own.
+    """The entry for passes with this key and these sizes (and numbers, if such passes read any).
 
-    Of a model's those with its attributes alone: they are compared by identity, as long as they
-    live.
+    Where earlier entries show how launches grow with the sizes, the new one has what to expect. For
+    a model, entries with other attributes are dropped: ids are valid only while they live.
     """
     kinds: list[Kind] = place.kinds
     grows = isinstance(place, Model)

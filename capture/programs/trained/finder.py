@@ -124,8 +124,8 @@ class Finder:
         return note_and_end
 
     def _running(self, cls: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that autograd function ``cls`` is given, wrapped to see whether ``cls`` is a
-        checkpoint: it runs it without gradients, and again with them in backward.
+        """Wrap the function that autograd function ``cls`` runs, to see whether ``cls`` is a
+        checkpoint: one runs it without gradients in forward, and with gradients in backward.
         """
         with_gradients = True
 
@@ -151,7 +151,7 @@ class Finder:
 
     @contextmanager
     def _backward(self, backward: Backward) -> Iterator[None]:
-        """Note that a backward to parameters ends a micro-batch; modules inside are run again."""
+        """Note that a micro-batch ends if parameters are reached; modules inside recompute."""
         parameters = any(isinstance(x, torch.nn.Parameter) for x in backward.inputs)
         if backward.accumulates or (parameters and not backward.differentiable):
             self._ended(backward.roots)
@@ -182,7 +182,7 @@ class Finder:
         return self.recorder.called(model, alone, args, kwargs)
 
     def _through(self, wrapper: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        """Run a wrapper around a model; its output counts as the model's, if the shapes agree."""
+        """Run a wrapper around a model; its output stands for the model's, if the shapes agree."""
         before = self.wrapper
         self.wrapper = wrapper if before is None else before
         try:
@@ -233,7 +233,7 @@ class Finder:
         self.found[id(next(iter(self.latest.optimizers), None))] = self.latest
 
     def only(self) -> Call:
-        """The one micro-batch that plans can be of; ValueError in one line where there is none."""
+        """The micro-batch that a plan can be of; ValueError in one line if it is not one alone."""
         if self.split:
             raise ValueError(
                 f"ranks of the script send each other parts of layers ({self.split}, as tensor "

@@ -143,8 +143,8 @@ class TrainedModel:
     ) -> Iterator[None]:
         """Give the model new parameters, without gradients or hooks, inside the context.
 
-        The model runs ``forward`` there. Tables that it keeps for each token of a sequence have the
-        length of ``size``. Afterwards all is as before.
+        Inside, ``forward`` is the model's forward, and tables with a row for each token of a
+        sequence have the length of ``size``. Afterwards all is as before.
         """
         held = [  # dicts of modules, the dtype for tensors in them, and these tensors
             (owner, to, {k: v for k, v in owner.items() if isinstance(v, torch.Tensor)})
@@ -172,10 +172,10 @@ class TrainedModel:
         dtype: torch.dtype | None,
         renewed: dict[int, torch.nn.Parameter],
     ) -> torch.Tensor:
-        """A new tensor in place of one of the model's: a parameter has its shape and strides.
+        """A new tensor in place of one of the model's: parameters keep their shape and strides.
 
-        Tied parameters stay tied, by ``renewed`` (new ones by the id of the old). Others have the
-        shape that they have at ``size``. Floats are in ``dtype`` where one is given.
+        ``renewed``: new parameters by the id of the old one, so that tied ones stay tied. Buffers
+        get the shape that they have at ``size``; floats get ``dtype``, unless it is None.
         """
         to = dtype if dtype is not None and old.is_floating_point() else old.dtype
         if isinstance(old, torch.nn.Parameter):
