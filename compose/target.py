@@ -152,13 +152,9 @@ def find_target(
     )
 
 
-def forecast_step(step: StepCapture, target: Target, book: PriceBook | None = None) -> Forecast:
-    """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan.
-
-    ``book``: prices in place of the target's.
-    """
-    prices = book or target.book
-    found = forecast(step, target.plan, prices, target.node, target.bundle_name)
+def forecast_step(step: StepCapture, target: Target) -> Forecast:
+    """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan."""
+    found = forecast(step, target.plan, target.book, target.node, target.bundle_name)
     if target.lane is None:
         return found
     samples = step.samples * target.plan.microbatches

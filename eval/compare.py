@@ -24,7 +24,7 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.graph.cuda_variants import with_memory_format
 from itercast.compose.graph.launch_modes import as_launched, with_engine
-from itercast.compose.measured_step import MeasuredStep
+from itercast.compose.measured_step import Measured, MeasuredStep
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
@@ -165,23 +165,23 @@ def _compare(
     )
 
 
-def compare_steps(steps: Mapping[str, Sequence[MeasuredStep]]) -> list[CaseResult]:
+def compare_steps(steps: Mapping[str, Sequence[Measured]]) -> list[CaseResult]:
     """Forecast steps that users measured, by source, each with its own options."""
     results, pairs = [], [(source, step) for source, own in steps.items() for step in own]
     with progress_bar() as bar:
         for source, measured in bar.track(pairs, description="forecast"):
             target = measured.target
-            forecast = forecast_step(measured.step, target)
+            forecast = measured.forecast(target)
             samples_per_s = forecast.samples_per_s
             length = round(samples_per_s and forecast.tokens_per_s / samples_per_s)
-            name, engine = measured.name, measured.step.engine
+            name, engine = measured.name, measured.engine
             model = f"{name} x {length} ({engine}) on {target.gpu.name}"
             names = {"case": name, "plan": measured.plan, "model": model, "source": source}
             results.append(_result(forecast, target, measured.time_us, **names))
     return results
 
 
-def step_rows(steps: Mapping[str, Sequence[MeasuredStep]]) -> pd.DataFrame:
+def step_rows(steps: Mapping[str, Sequence[Measured]]) -> pd.DataFrame:
     """Measured steps as a table for reports and MLflow, a row each."""
     return pd.DataFrame(
         {
@@ -200,7 +200,7 @@ def step_rows(steps: Mapping[str, Sequence[MeasuredStep]]) -> pd.DataFrame:
 def _result(forecast: Forecast, target: Target, measured_us: float, **names: str) -> CaseResult:
     """A forecast beside a time measured once; ``names``: case, plan, model, source."""
     return CaseResult(
-        ranks=target.plan.world_size,
+        ranks=forecast.world_size,
         samples=round(forecast.samples_per_s * forecast.iteration_us / 1e6),
         predicted_us=forecast.iteration_us,
         predicted_us_p10=forecast.iteration_us_p10,

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.programs.measured_script import ITS_OWN
 from itercast.eval.tracking.logs import Group
 from itercast.learners.train import errors
 from itercast.microbench.store import Row
@@ -16,9 +17,10 @@ from itercast.microbench.store import Row
 COVERAGE = "coverage_pct"  # share of measured iterations that their 80 % intervals cover
 ITERATIONS = "whole iterations"  # a line of tables by op family
 RETEST = "noise_floor_pct"  # median difference of two measurements of the same
-ONE_PROCESS = "one process"
+ONE_PROCESS, SCRIPT = "one process", "scripts"
 KINDS = (  # of plans, as ``kind_of`` tells them apart
     ONE_PROCESS,
+    SCRIPT,
     "one process with a plan",
     "DDP",
     "ZeRO and FSDP",
@@ -119,8 +121,8 @@ def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
 
 def kind_of(plan: str) -> str:
     """The kind of a plan, one of KINDS: which ways of splitting a step it uses."""
-    if not plan:
-        return ONE_PROCESS
+    if plan in ("", ITS_OWN):
+        return SCRIPT if plan else ONE_PROCESS
     parsed = ParallelPlan.parse(plan)
     replicas = "ZeRO and FSDP" if parsed.zero else "DDP"
     axes = {"dp": replicas, "tp": "tensor parallel", "pp": "pipeline", "cp": "context parallel"}

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from itercast.capture.base.durations import counted
 from itercast.capture.base.extensions import function_of
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.machines.file import KnownMachine
-    from itercast.compose.measured_step import MeasuredStep
+    from itercast.compose.measured_step import Measured
 
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
 TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
 BESIDE = ("exposed_comm_ms", "peak_memory_gb")  # what may be stated beside a step's time
-FILES = ("hf_config", "input", "trace")  # paths from the folder of the file that states them
+FILES = ("hf_config", "input", "script", "trace")  # paths from the folder of the file
+OF_SCRIPT = ("script", "module", "arguments", "gpu", "gpus", "node", "bundle", "host", "stack")
 
 
 def known_machine(
@@ -38,7 +40,7 @@ def known_machine(
 
 def measured_steps(
     path: Path, ask: Callable[..., Any], bundle: Path | None = None
-) -> list[MeasuredStep]:
+) -> Sequence[Measured]:
     """Read the measured steps of a file; ValueError says what is wrong in which of them.
 
     ``ask``: as for ``known_machine``; ``bundle``: the bundle of steps that name none.
@@ -54,24 +56,27 @@ def measured_steps(
     entries = values if isinstance(values, list) else [values] * (values is not None)
     if not entries:
         raise ValueError(f"anchor file {str(path)!r}: no measured steps in it")
-    asking = partial(ask, bundle=bundle) if bundle else ask
-    return [_step(entry, path, f"step {n}", asking) for n, entry in enumerate(entries, start=1)]
+    usual = {"bundle": bundle} if bundle else {}
+    return [_step(entry, path, f"step {n}", ask, usual) for n, entry in enumerate(entries, start=1)]
 
 
-def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> MeasuredStep:
+def _step(
+    entry: Any, path: Path, which: str, ask: Callable[..., Any], usual: Mapping[str, Any]
+) -> Measured:
     """The measured step of one entry of a file, which ``which`` names in errors.
 
-    An entry has options of ``itercast predict``, one of ``TIMES``, and maybe some of ``BESIDE``.
+    An entry has options of ``itercast predict``, or of ``itercast run`` (``OF_SCRIPT``), one of
+    ``TIMES``, and maybe some of ``BESIDE``; ``usual``: options that it need not state.
     """
-    from itercast.compose.measured_step import MeasuredStep
-
     where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
     if isinstance(entry, Mapping):
         entry = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    allowed = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
-    if not isinstance(entry, Mapping) or set(entry) - allowed:
-        unknown = sorted(set(entry) - allowed) if isinstance(entry, Mapping) else entry
-        problem = f"unknown {unknown!r}; known: options of predict, and {', '.join(stated)}"
+    of_script = isinstance(entry, Mapping) and not {"script", "module"}.isdisjoint(entry)
+    options = OF_SCRIPT if of_script else set(signature(ask).parameters) - {"machine", "anchor"}
+    if not isinstance(entry, Mapping) or set(entry) - {*options, *stated}:
+        unknown = sorted({*entry} - {*options, *stated}) if isinstance(entry, Mapping) else entry
+        known = ", ".join(OF_SCRIPT) if of_script else "options of predict"
+        problem = f"unknown {unknown!r}; known: {known}, and {', '.join(stated)}"
         raise ValueError(f"anchor {where}: {problem}")
     entry = {n: path.parent / str(v) if n in FILES else v for n, v in entry.items()}
     times = {name: _number(entry[name]) for name in TIMES if name in entry}
@@ -84,15 +89,42 @@ def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> Measur
     beside = {name: _number(entry[name]) for name in BESIDE if name in entry}
     if not all(value == 0 or _positive(value) for value in beside.values()):
         raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
-    question = ask(**{name: value for name, value in entry.items() if name not in stated})
-    step, target = question.prepared()
+    asked = {**usual, **{name: value for name, value in entry.items() if name in options}}
+    untimed = _of_script(where, **asked) if of_script else _of_model(ask(**asked))
     ((name, value),) = times.items()
-    untimed = MeasuredStep(name=question.name, time_us=1.0, step=step, target=target)
     time_us, exposed_us = _time_us(name, value, untimed), _scaled(beside, "exposed_comm_ms", 1e3)
     if (exposed_us or 0.0) >= time_us:
         raise ValueError(f"anchor {where}: exposed_comm_ms is less than the step, got {beside}")
     peak_bytes = _scaled(beside, "peak_memory_gb", 1e9)
     return replace(untimed, time_us=time_us, exposed_us=exposed_us, peak_bytes=peak_bytes)
+
+
+def _of_model(question: Any) -> Measured:
+    """The step of a question (``itercast.options.Question``), without a time yet."""
+    from itercast.compose.measured_step import MeasuredStep
+
+    step, target = question.prepared()
+    return MeasuredStep(name=question.name, time_us=1.0, step=step, target=target)
+
+
+def _of_script(
+    where: str, script: str = "", module: str = "", arguments: Any = (), gpus: Any = 1, **named: Any
+) -> Measured:
+    """The step of a script as ``itercast run`` captures it, without a time yet.
+
+    Waits for its DataLoader are not in it: that was timed on this machine.
+    """
+    from itercast.compose.programs.measured_script import MeasuredScript
+    from itercast.script_orders import captured, script_order
+
+    words = shlex.split(arguments) if isinstance(arguments, str) else arguments
+    if type(gpus) is not int or gpus < 1 or not isinstance(words, Sequence):
+        told = f"got {gpus!r} and {arguments!r}"
+        raise ValueError(f"anchor {where}: gpus from 1, arguments a text or list, {told}")
+    named |= {"module": bool(module), "gpus": gpus}
+    order = script_order(str(script or module), [*map(str, words)], **named)
+    name = f"{order.path.name} on {counted(gpus, 'GPU')}"
+    return MeasuredScript(name=name, time_us=1.0, program=captured(order), target=order.target)
 
 
 def _scaled(stated: Mapping[str, Any], name: str, unit: float) -> float | None:
@@ -113,7 +145,7 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
 
 
-def _time_us(name: str, value: Any, measured: MeasuredStep) -> float:
+def _time_us(name: str, value: Any, measured: Measured) -> float:
     """A step's time from the value of one of ``TIMES``; ``measured`` has no time yet.
 
     A rate (of all GPUs) gives the time by what the forecast counts of a step: time = forecast
@@ -123,9 +155,7 @@ def _time_us(name: str, value: Any, measured: MeasuredStep) -> float:
         return float(value) * 1e3
     if name == "trace":
         return float(function_of("profiled_steps", "step_us")(Path(str(value))))
-    from itercast.compose.target import forecast_step
-
-    forecast = forecast_step(measured.step, measured.target)
+    forecast = measured.forecast(measured.target)
     rates = {"samples_per_s": forecast.samples_per_s, "tokens_per_s": forecast.tokens_per_s}
     rates["mfu_pct"] = 100 * forecast.mfu_frac
     if not rates[name]:

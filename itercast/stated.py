@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from itercast.capture.base.durations import counted
+from itercast.capture.base.extensions import function_of
 from itercast.capture.plan import ParallelPlan
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -129,9 +130,20 @@ def say_step(facts: Facts) -> None:
 
 
 def say(line: str, facts: Facts) -> None:
-    """Print what is forecast, what of it is unusual, and what is assumed, a line for each thing."""
-    assumed = facts["assumes"].replace("; ", "\n  ")
-    typer.echo("\n".join([line, *(f"note: {x}" for x in facts["unusual"]), assumed]))
+    """Print what is forecast, what of it is unusual, and what is assumed, a line for each thing.
+
+    After it what is known of the machine, if anything is.
+    """
+    assumed, unusual = facts["assumes"].replace("; ", "\n  "), facts["unusual"]
+    lines = [line, *(f"note: {x}" for x in unusual), assumed, *facts.get("machine", ())]
+    typer.echo("\n".join(lines))
+
+
+def machine_lines(target: Target) -> list[str]:
+    """What measured steps said of the machine; none where none is known."""
+    if target.known is None:
+        return []
+    return list(function_of("anchors", "in_words")(target.known, target.gpu.name))
 
 
 def script_line(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import exp, log
 from statistics import geometric_mean, mean
@@ -10,11 +10,11 @@ from statistics import geometric_mean, mean
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast
-from itercast.compose.machines.factors import NAMES, Factors
+from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Anchor, Machine
 from itercast.compose.machines.typical import typical
-from itercast.compose.measured_step import MeasuredStep
+from itercast.compose.measured_step import Measured, MeasuredStep, run_name
 from itercast.compose.parallel.device_memory import MEMORY_ERROR
 from itercast.compose.target import Target, forecast_step
 
@@ -32,13 +32,13 @@ FACTOR_WORDS = {
 UNKNOWN_FRAC = 0.95  # no assumption: a factor is unknown if this much of its deviation is left
 
 
-def sensitivity(step: StepCapture, target: Target) -> tuple[float, ...]:
+def sensitivity(forecast: Callable[[Target], Forecast], target: Target) -> tuple[float, ...]:
     """Derivative of the log forecast by the log of each factor, in the order of ``NAMES``.
 
     By finite differences, so that messages and host work count that a slower machine no longer
-    hides.
+    hides. ``forecast``: that of the step, on any target.
     """
-    exposed, other = _sensitivity_parts(step, target)
+    exposed, other = _sensitivity_parts(forecast, target)
     return _sum(exposed, other)
 
 
@@ -47,17 +47,16 @@ def _sum(exposed: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
 
 
 def _sensitivity_parts(
-    step: StepCapture, target: Target
+    forecast: Callable[[Target], Forecast], target: Target
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Two summands of ``sensitivity``: of messages that compute waits for, and of all else."""
-    logs, base = target.machine.logs, forecast_step(step, target)
+    machine, base = target.known or typical(), forecast(target)
     exposed, other = [0.0] * len(NAMES), [0.0] * len(NAMES)
     for i, name in enumerate(NAMES):
         if base.comm_us == 0 and name in ("links", "network"):
             continue
-        raised = Factors.of_logs([*logs[:i], logs[i] + LOG_STEP, *logs[i + 1 :]])
-        book = target.book.on(raised, target.known, target.model)
-        slower = forecast_step(step, target, book)
+        raised = [log + LOG_STEP * (i == j) for j, log in enumerate(machine.mean)]
+        slower = forecast(replace(target, known=replace(machine, mean=tuple(raised))))
         change, by_messages = _log_change(base, slower.iteration_us, slower.exposed_comm_us)
         exposed[i], other[i] = by_messages / LOG_STEP, (change - by_messages) / LOG_STEP
     return tuple(exposed), tuple(other)
@@ -73,7 +72,7 @@ def _log_change(base: Forecast, time_us: float, exposed_us: float) -> tuple[floa
     return change, (exposed_us - base.exposed_comm_us) / mean_us
 
 
-def infer_machine(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> KnownMachine:
+def infer_machine(steps: Sequence[Measured], known: KnownMachine | None = None) -> KnownMachine:
     """The machine's factors after measured steps; ``known``: what earlier steps told of it.
 
     ValueError for a step not to be believed.
@@ -85,27 +84,27 @@ def infer_machine(steps: Sequence[MeasuredStep], known: KnownMachine | None = No
         raise ValueError(f"anchors are of GPUs of one kind, got {', '.join(gpus)}")
     machine, anchors = (known.machine, known.anchors) if known else (typical(), ())
     for step in steps:
-        if run_name(step.step, step.target) in machine.measured:
+        if step.run in machine.measured:
             raise ValueError(
                 f"anchor {step.label!r}: the machine file was told of this run already"
             )
         anchors += (f"{step.label}: {step.time_us / 1e3:.6g} ms",)
     for step in map(_mean_step, _by_configuration(steps)):
         machine = machine.updated(anchors_of(step))
-        machine = replace(machine, measured=(*machine.measured, run_name(step.step, step.target)))
+        machine = replace(machine, measured=(*machine.measured, step.run))
     return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
 
 
-def _by_configuration(steps: Sequence[MeasuredStep]) -> list[list[MeasuredStep]]:
+def _by_configuration(steps: Sequence[Measured]) -> list[list[Measured]]:
     """Steps grouped by run and node: all of a group share one error of the forecast."""
-    groups = dict[tuple[str, str], list[MeasuredStep]]()
+    groups = dict[tuple[str, str], list[Measured]]()
     for step in steps:
-        key = (run_name(step.step, step.target), repr(step.target.node))
+        key = (step.run, repr(step.target.node))
         groups.setdefault(key, []).append(step)
     return list(groups.values())
 
 
-def _mean_step(run: Sequence[MeasuredStep]) -> MeasuredStep:
+def _mean_step(run: Sequence[Measured]) -> Measured:
     """One step for those of a run: the geometric mean of times, the mean share of messages.
 
     ValueError where times differ by more than such steps do.
@@ -126,16 +125,16 @@ def _mean_step(run: Sequence[MeasuredStep]) -> MeasuredStep:
     return replace(fastest, time_us=time_us, exposed_us=exposed_us, peak_bytes=peak_bytes)
 
 
-def anchors_of(step: MeasuredStep) -> list[Anchor]:
+def anchors_of(step: Measured) -> list[Anchor]:
     """A measured step beside its forecast, in two parts where its exposed messages were measured.
 
     ValueError where it must be of another configuration. A part's share of the step is the mean of
     its measured and its forecast one, so that both add up to 1.
     """
     target, model = replace(step.target, known=None, model=""), step.target.model
-    priced = forecast_step(step.step, target)
+    priced = step.forecast(target)
     _check_memory(step, priced.memory_bytes)
-    exposed, other = _sensitivity_parts(step.step, target)
+    exposed, other = _sensitivity_parts(step.forecast, target)
     ratio, by_messages = _log_change(priced, step.time_us, step.exposed_us or 0.0)
     whole = _sum(exposed, other)
     limit = MAX_DEVIATIONS * typical().log_deviation(whole, model)
@@ -158,7 +157,7 @@ def anchors_of(step: MeasuredStep) -> list[Anchor]:
     return [part for part in parts if part.share]
 
 
-def _check_exposed(step: MeasuredStep, priced: Forecast, limit: float) -> None:
+def _check_exposed(step: Measured, priced: Forecast, limit: float) -> None:
     """ValueError where the step without its exposed messages is too far from its forecast.
 
     ``limit``: of abs(log(measured / forecast)).
@@ -174,7 +173,7 @@ def _check_exposed(step: MeasuredStep, priced: Forecast, limit: float) -> None:
         )
 
 
-def _check_memory(step: MeasuredStep, forecast_bytes: float) -> None:
+def _check_memory(step: Measured, forecast_bytes: float) -> None:
     """ValueError for a peak so far from its forecast that the configuration must be another one."""
     peak = step.peak_bytes or forecast_bytes
     if abs(peak / forecast_bytes - 1) > MAX_MEMORY_ERRORS * MEMORY_ERROR:
@@ -185,7 +184,7 @@ def _check_memory(step: MeasuredStep, forecast_bytes: float) -> None:
         )
 
 
-def misreading(step: MeasuredStep, target: Target, ratio: float) -> str:
+def misreading(step: Measured, target: Target, ratio: float) -> str:
     """The likeliest mistake in how a step was stated: it leaves the smallest log ratio."""
     plan = target.plan
     tried = {  # log(measured / forecast) with the mistake undone
@@ -206,15 +205,17 @@ def misreading(step: MeasuredStep, target: Target, ratio: float) -> str:
     return min(tried, key=lambda words: abs(tried[words]))
 
 
-def _other_recomputation(step: MeasuredStep, target: Target) -> dict[str, float]:
+def _other_recomputation(step: Measured, target: Target) -> dict[str, float]:
     """The log ratio by name, with full recomputation, or without that of the plan.
 
-    Empty where the plan cannot be run so.
+    Empty where the plan cannot be run so, and for a script, which recomputes what it says.
     """
+    if not isinstance(step, MeasuredStep):
+        return {}
     recompute = "" if target.plan.recompute else "full"
     try:
         plan = replace(target.plan, recompute=recompute, recomputed=1.0)
-        other = forecast_step(step.step, replace(target, plan=plan))
+        other = step.forecast(replace(target, plan=plan))
     except ValueError:
         return {}
     words = "recomputation" if recompute else "no recomputation"
@@ -233,13 +234,6 @@ def factor_lines(machine: Machine, gpu: str) -> list[str]:
         words = f"{factor:.2f} ({low:.2f} to {high:.2f}) times as long as with a typical {gpu}"
         lines.append(f"{FACTOR_WORDS[name]}: {words}")
     return lines
-
-
-def run_name(step: StepCapture, target: Target) -> str:
-    """A name of a run: equal for runs of one model in the same way, on whichever nodes."""
-    dtypes = sorted({t.dtype for call in step.calls for t in call.outputs})
-    size, how = (step.samples, step.tokens), (step.engine, step.optimizer, *dtypes)
-    return " ".join(map(str, (target.model, replace(target.plan, node=""), *size, *how)))
 
 
 def next_run(step: StepCapture, target: Target) -> str:

@@ -16,23 +16,22 @@ import pandas as pd
 import typer
 
 from itercast.anchors import measured_steps
-from itercast.compose.measured_step import MeasuredStep
-from itercast.compose.target import forecast_step
+from itercast.compose.measured_step import Measured
 from itercast.eval.progress import progress_bar
-from itercast.extras.anchors.infer_machine import infer_machine, run_name
+from itercast.extras.anchors.infer_machine import infer_machine
 from itercast.extras.programs import run_program
 from itercast.options import Question
 
 SAME_MODEL, OTHER_MODEL = "of the same model", "of another model"
 
 
-def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, int, int]]:
+def pairs(steps: Sequence[Measured]) -> Iterator[tuple[str, int, int]]:
     """Kind of anchor, index of a step, index of its anchor.
 
     The anchor is the next step of each kind in the order of the file. A step of the same run is
     none: it would be the answer. Nor is one on another GPU.
     """
-    runs = [run_name(step.step, step.target) for step in steps]
+    runs = [step.run for step in steps]
     gpus = [step.target.gpu.name for step in steps]
     for i, step in enumerate(steps):
         anchor_of_kind: dict[str, int] = {}
@@ -45,19 +44,19 @@ def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, int, int]]:
                 yield kind, i, anchor_of_kind[kind]
 
 
-def anchored(source: str, steps: Sequence[MeasuredStep]) -> Iterator[dict[str, object]]:
+def anchored(source: str, steps: Sequence[Measured]) -> Iterator[dict[str, object]]:
     """By step and kind of anchor the errors in % without and with it.
 
     An anchor that ``--anchor`` refuses tells nothing: the step has no line.
     """
-    alone_us = [forecast_step(step.step, step.target).iteration_us for step in steps]
+    alone_us = [step.forecast(step.target).iteration_us for step in steps]
     for kind, i, anchor in pairs(steps):
         try:
             known = infer_machine([steps[anchor]]).machine
         except ValueError:
             continue
         target = replace(steps[i].target, known=known)
-        anchored_us = forecast_step(steps[i].step, target).iteration_us
+        anchored_us = steps[i].forecast(target).iteration_us
         times = {"without": alone_us[i], "with": anchored_us}
         errors = {name: 100 * (us / steps[i].time_us - 1) for name, us in times.items()}
         yield {"source": source, "kind": kind, **errors}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itercast.capture.base.durations import counted
 from itercast.options import Bundle, Hardware, Json, Question
 from itercast.outputs import folder_to_write
 
@@ -87,7 +88,8 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
         return
     for line in lines:
         typer.echo(line)
-    typer.echo(f"{len(known.anchors)} measured steps; itercast predict ... --machine {path}")
+    measured = counted(len(known.anchors), "measured step")
+    typer.echo(f"{measured}; itercast predict ... --machine {path}")
 
 
 def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:

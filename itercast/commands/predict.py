@@ -14,7 +14,7 @@ from itercast.capture.base.garbage import without_garbage_collection
 from itercast.eval.tables import print_tables, three_digits
 from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
 from itercast.outputs import file_to_write
-from itercast.stated import assumes, question_facts, say_step
+from itercast.stated import assumes, machine_lines, question_facts, say_step
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.capture.opcall import StepCapture
@@ -78,12 +78,10 @@ def predict(
 
 def _machine_facts(step: StepCapture, target: Target) -> Row:
     """``machine``: lines on what measured steps said of the machine, and which to measure next."""
-    if target.known is None:
+    if not (lines := machine_lines(target)):
         return {}
-    lines = list(function_of("anchors", "in_words")(target.known, target.gpu.name))
-    if advice := function_of("anchors", "next_run")(step, target):
-        lines.append(advice)
-    return {"machine": lines}
+    advice = function_of("anchors", "next_run")(step, target)
+    return {"machine": [*lines, advice] if advice else lines}
 
 
 def _price(forecast: Forecast, prices: Path | None) -> Row:
@@ -125,8 +123,6 @@ def _print(
         typer.echo(json.dumps({"case": name, **asdict(forecast), **facts, **shown}))
         return
     say_step(facts)
-    for line in facts.get("machine", ()):
-        typer.echo(line)
     table = forecast_table(name, forecast, spread)
     for unit, usd in facts.get("price", {}).items():
         table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), three_digits(usd))

@@ -7,7 +7,7 @@ import shlex
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.predict import Explain
-from itercast.commands.script_case import AsModule, print_under_plan, telling
+from itercast.commands.script_case import AsModule, print_under_plan
 from itercast.errors import leave_if_failed
 from itercast.eval.tables import headed, print_tables, sized
 from itercast.microbench.hardware.spec import gpu_names
@@ -36,7 +36,15 @@ from itercast.options import (
     whole_number,
     without_units,
 )
-from itercast.stated import assumes, command, say, script_line, unusual_dtype
+from itercast.script_orders import script_order, telling
+from itercast.stated import (
+    assumes,
+    command,
+    machine_lines,
+    say,
+    script_line,
+    unusual_dtype,
+)
 
 MOST_TIMES = 100  # no assumption: of a batch that fits, beyond which the number says nothing
 
@@ -93,27 +101,23 @@ def run(
     code is 1 where some of them cannot be forecast, 2 where none.
     """
     from itercast.anchors import known_machine
-    from itercast.compose.programs.scripts import ScriptOrder, module_file
-    from itercast.compose.target import find_target
 
-    module_name = str(script) if module else ""
     if gpu == "cpu":
         _refuse_gpus_behind([*["--module"] * module, str(script)], arguments or [])
-    script = module_file(module_name) if module else script
+    pairs = list(product(gpu.split(","), _counts(gpus)))
+    if (trace is not None or plan) and len(pairs) > 1:
+        raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
+    named: Row = {"bundle": bundle, "host": host, "stack": stack, "module": module, "node": node}
+    named |= {"machine": known_machine(machine, anchor, Question)}
+    orders: list[ScriptOrder] = []
+    for name, count in pairs:
+        order = script_order(str(script), arguments or [], gpu=name, gpus=count, **named)
+        orders.append(replace(order, steps=steps, limit_s=limit, anew=no_cache))
+    script = orders[0].path
     misplaced = [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]
     names = ", ".join(misplaced)
     hint = f"{names} is passed on to {script.name}: options of itercast come before it"
 
-    place, of_machine = f"node={node}" if node else "", known_machine(machine, anchor, Question)
-    pairs = list(product(gpu.split(","), _counts(gpus)))
-    if (trace is not None or plan) and len(pairs) > 1:
-        raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
-    order_facts: Row = {"path": script, "module": module_name, "arguments": arguments or []}
-    order_facts |= {"steps": steps, "limit_s": limit, "anew": no_cache}
-    orders = list[ScriptOrder]()
-    for name, count in pairs:
-        target = find_target(name, place, bundle, host, stack, of_machine, script.name)
-        orders.append(ScriptOrder(target=target, world_size=count, **order_facts))
     if plan:
         forecasts = [print_under_plan(orders[0], plan, trace, as_json)]
     else:
@@ -244,6 +248,8 @@ def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
     if products[:1] == ["fp32"]:
         unusual += filter(None, [unusual_dtype({"dtype": "fp32"}, gpu)])
     facts = {"unusual": unusual, "assumes": assumes([row.forecast for row in rows])}
+    if lines := machine_lines(rows[0].order.target):
+        facts["machine"] = lines
     return {"forecast_of": line, **facts}
 
 

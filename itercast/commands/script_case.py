@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +13,10 @@ import typer
 
 from itercast.capture.plan import ParallelPlan
 from itercast.eval.tables import print_tables
+from itercast.script_orders import script_order, telling
 from itercast.stated import assumes, say
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from itercast.capture.opcall import StepCapture
     from itercast.capture.programs.program import ProgramCapture
     from itercast.compose.capture_model import SizedModel
@@ -103,23 +101,6 @@ def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
         yield ScriptCase(model=model, program=program, target=order.target)
 
 
-@contextmanager
-def telling(*orders: ScriptOrder) -> Iterator[list[ScriptOrder]]:
-    """The orders, changed such that each shows a line of progress while its script runs."""
-    from itercast.eval.progress import progress_bar
-
-    tasks: dict[str, TaskID] = {}
-    with progress_bar() as bar:
-
-        def tell(label: str, doing: str) -> None:
-            if label not in tasks:
-                tasks[label] = bar.add_task(label, total=None)
-            bar.update(tasks[label], description=f"{label}: {doing}")
-
-        labels = [f"running {o.path.name} as rank 0 of {o.world_size}" for o in orders]
-        yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, labels, strict=True)]
-
-
 def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> Forecast:
     """Print and return the forecast of the model that a script trains, under the plan ``text``.
 
@@ -171,17 +152,11 @@ def searched(
             raise ValueError(f"arguments {list(arguments)} are of a script, not of {question.name}")
         yield question.asked(), {}
         return
-    from itercast.compose.programs.scripts import ScriptOrder, module_file
-    from itercast.compose.target import find_target
-
     if question.lengths:
         raise ValueError("--lengths go without a script, whose batches are its own")
-    named = (question.bundle, question.host, question.stack, question.known_machine())
-    target = find_target(gpu, f"node={node}" if node else "", *named, question.case)
-    path, name = Path(question.case), ""
-    if module:
-        path, name = module_file(question.case), question.case
-    order = ScriptOrder(path=path, module=name, arguments=arguments, target=target, world_size=gpus)
+    named = {name: getattr(question, name) for name in ("bundle", "host", "stack")}
+    where: Row = {"gpu": gpu, "gpus": gpus, "node": node, "machine": question.known_machine()}
+    order = script_order(question.case, arguments, module=module, **where, **named)
     with script_case(order) as case:
         yield case.model, {"script": {"arguments": list(arguments), **case.facts()}}
 

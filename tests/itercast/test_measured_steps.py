@@ -52,7 +52,7 @@ def test_a_step_waits_for_the_loader_that_it_states(tmp_path: Path) -> None:
     assert found.predicted_us == pytest.approx(2e6, rel=0.01)
     assert sum(found.parts_us.values()) == pytest.approx(found.predicted_us)
     (one,) = measured_steps(steps, Question)
-    assert max(map(abs, sensitivity(one.step, one.target))) < 0.01
+    assert max(map(abs, sensitivity(one.forecast, one.target))) < 0.01
 
 
 def test_a_folder_of_steps_is_summed_up_by_file(tmp_path: Path) -> None:

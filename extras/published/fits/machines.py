@@ -31,6 +31,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.compose.forecast import Forecast
 from itercast.compose.machines.state import Machine, Spread
 from itercast.compose.machines.typical import stated
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import Target, forecast_step
 from itercast.eval.results import records
 from itercast.extras.anchors.infer_machine import sensitivity
@@ -100,6 +101,8 @@ def of_file(file: Path) -> list[Row]:
     """The measured steps of a file, as published ones, and their ``derivatives``."""
     rows = list[Row]()
     for one in measured_steps(file, Question):
+        if not isinstance(one, MeasuredStep):
+            raise ValueError(f"{file.name}: {one.label!r} is a script's, allowed are models'")
         step, target = one.step, one.target
         facts = {
             **{"source": file.stem, "machine": f"{file.stem} {target.gpu.name}"},
@@ -131,7 +134,8 @@ def derivatives(
         target = replace(target, known=Machine.new(AS_PRICED))
         found = forecast_step(step, target)
         slow = time.monotonic() - start > SLOW_S
-        j = tuple(found.parts_frac.values()) if slow else sensitivity(step, target)
+        of_step = partial(forecast_step, step)
+        j = tuple(found.parts_frac.values()) if slow else sensitivity(of_step, target)
     except ValueError as exc:
         return {"reason": str(exc)[:120]}
     finally:

@@ -131,7 +131,7 @@ def test_a_network_factor_does_not_move_a_forecast_of_one_gpu(
 
 
 def test_a_step_of_one_gpu_tells_of_kernels_and_host_alone(alone: MeasuredStep) -> None:
-    j = dict(zip(NAMES, sensitivity(alone.step, alone.target), strict=True))
+    j = dict(zip(NAMES, sensitivity(alone.forecast, alone.target), strict=True))
     assert j["links"] == j["network"] == 0
     assert sum(j.values()) == pytest.approx(1, abs=0.05)
     machine = infer_machine([alone]).machine

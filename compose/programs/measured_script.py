@@ -1,0 +1,42 @@
+"""What a user measured of a step of their own script, beside its capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from itercast.capture.programs.program import ProgramCapture
+from itercast.compose.forecast import Forecast
+from itercast.compose.measured_step import Measured
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.target import Target
+
+ITS_OWN = "its own"  # plan of a script, which says itself what its ranks do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredScript(Measured):
+    """A measured step of a script, whose target names at most its node."""
+
+    program: ProgramCapture
+
+    @property
+    def plan(self) -> str:
+        """``ITS_OWN``."""
+        return ITS_OWN
+
+    @property
+    def engine(self) -> str:
+        """The script, which launches its calls itself."""
+        return "script"
+
+    @property
+    def run(self) -> str:
+        """A name of its run: the script's, its numbers of ranks, samples, bytes and launches."""
+        program = self.program
+        size = [program.world_size, program.samples, program.rows_given]
+        size += [*program.peak_bytes.values(), *(len(r.calls) for r in program.ranks.values())]
+        return " ".join(map(str, (self.target.model, *size)))
+
+    def forecast(self, target: Target) -> Forecast:
+        """The forecast of the script's step on a target."""
+        return forecast_program(self.program, target)
