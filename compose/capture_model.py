@@ -36,10 +36,10 @@ LIBRARIES = ("torch", "transformers", "timm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedModel:
-    """A model that is captured elsewhere in any batch, with the facts of its own step.
+    """A model that can be captured in any batch, with the facts of the step that it was found in.
 
-    ``capture_at`` takes settings, samples, tokens of each and whether few layers stand for all.
-    ``engine`` launches its step.
+    ``capture_at`` takes settings, samples, tokens of each, and whether a few layers stand for all.
+    ``engine`` says how its step is launched.
     """
 
     name: str

@@ -273,8 +273,8 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
     """Half width of the 80 % interval in log time, by the step's parts and its machine.
 
     Variance = that of the machine's factors + sum over families of share**2 * max(0, variance of
-    the family's model - variance of its factor). The sum is left out for a model of which steps on
-    this machine were measured, which tell of its ops.
+    the family's model - variance of its factor). No sum if steps of this model were measured on
+    this machine: they tell how far its ops are off.
     """
     if book.gpu.kind == "cpu":
         return HALF_WIDTH
@@ -294,7 +294,7 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
 def _deviation_of(family: str, book: PriceBook) -> float:
     """Standard deviation of the log error of a family's ops, by its model's 80 % interval.
 
-    0 without a model, but of UNMODELLED ops as much as of the worst model.
+    0 for a family without a model; ops that no family prices count as those of the worst model.
     """
     errors = {name: model.half_width for name, model in book.models.items() if model is not None}
     worst = max(errors.values(), default=0.0) if family == UNMODELLED else 0.0

@@ -66,8 +66,8 @@ def backward_passes(around: Callable[[Backward], AbstractContextManager[None]]) 
 def lasts_longer(wrapper: Any) -> None:
     """Let a backward pass last until the ``backward`` of a model's wrapper returns, if it has one.
 
-    DeepSpeed's sends the last gradients when autograd's engine is done. Lightning's modules, whose
-    forward is replaced, have one that a loop calls.
+    DeepSpeed's ``backward`` sends the last gradients after autograd is done. Lightning's modules
+    have one too, but the loop calls it, and has replaced their ``forward``: they are left alone.
     """
     owns = hasattr(type(wrapper), "backward")
     if owns and vars(wrapper).keys().isdisjoint(("backward", "forward")):

@@ -190,7 +190,7 @@ def split_layers(
 def _reads_inputs_only(
     earlier: Sequence[OpCall], own: Sequence[OpCall], parameters: Sequence[ParamSpec]
 ) -> bool:
-    """Whether no op of a layer with weights reads floats that an earlier layer wrote.
+    """Whether the ops of a layer that use its weights read no floats that an earlier layer wrote.
 
     ``earlier``, ``own``: calls of earlier layers and of this one. What is computed from weights
     counts as weights. False for a layer without weights.
@@ -207,9 +207,9 @@ def _reads_inputs_only(
 
 
 def _results(capture: StepCapture, edges: PhaseEdges) -> set[int]:
-    """Storages of what forward computes from weights and inputs, or receives.
+    """Storages that forward computes from weights and inputs, or receives.
 
-    Of weights alone (casts) or inputs alone (masks, rotary angles) each stage makes its own.
+    Each pipeline stage makes its own of weights alone (casts) or inputs alone (masks, angles).
     """
     of_weights, results = {p.storage for p in capture.parameters}, set[int]()
     for call in capture.calls[edges.forward : edges.backward]:
@@ -357,7 +357,7 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
 
 
 def _in_order(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
-    """The layers of the whole model; of a list with several kinds, two of each were captured.
+    """The layers of the whole model, in order: a captured layer stands for equal ones of its list.
 
     ``capture.order`` has, by prefix of a list's names, the captured layer in each place.
     """
@@ -372,8 +372,8 @@ def _in_order(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
 def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
     """Folds equal neighbours into one with a count; drops layers without calls and parameters.
 
-    Layers that the capture left out of a list are counted to its middle layer, which they equal:
-    the second of three that were captured, the first of two.
+    Layers that the capture left out of a list are added to the count of its middle captured layer
+    (the second of three, the first of two), which they equal.
     """
     layers = _in_order(layers, capture)
     folded: list[Layer] = []

@@ -95,7 +95,7 @@ def held_lives(
     ends: Mapping[int, int],
     instead: Mapping[int, TensorSpec],
 ) -> list[Lifetime]:
-    """The lifetimes of ``lives_of`` where what call i reads lives to the end of call ``ends[i]``.
+    """The lifetimes of ``lives_of``, but what call i reads last lives until call ``ends[i]``.
 
     ``instead``: see ``_held``.
     """
@@ -115,9 +115,9 @@ def _own_bytes(t: TensorSpec) -> int:
 def _held(
     lives: Mapping[int, Lifetime], instead: Mapping[int, TensorSpec], skip: Container[int]
 ) -> Iterator[Lifetime]:
-    """The lifetimes, by storage, where backward holds other tensors ``instead`` of some results.
+    """The lifetimes, by storage, if backward holds other tensors ``instead`` of some results.
 
-    A part of the result, or what no call makes, is a copy from the result's last use in forward on.
+    A tensor in the same storage, or that no call makes, is a copy from the last use in forward on.
     """
     longer = dict(lives)
     for storage, kept in instead.items():
@@ -158,9 +158,10 @@ def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
 def _kept_instead(
     call: OpCall, makers: Mapping[int, OpCall], instead: Mapping[int, TensorSpec]
 ) -> Iterator[tuple[int, TensorSpec]]:
-    """(storage of a result, tensor kept in place of it) that follow from one call of forward.
+    """(storage of a result, tensor that is kept in its place): pairs that follow from a forward
+    call.
 
-    By the rules above. ``makers``: the call that makes each storage; ``instead``: pairs so far.
+    By the module's rules. ``makers``: the call that makes each storage; ``instead``: pairs so far.
     """
     if call.op == DTYPE_CAST:
         source, copy = call.args[0], call.outputs[0]

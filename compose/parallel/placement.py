@@ -47,10 +47,10 @@ class Crossing:
     sharers: int
 
     def crossed_us(self, sent: Collective, axis: str, alone_us: float) -> float:
-        """Time in us of a collective that takes ``alone_us`` without the link.
+        """Time in us of a collective that takes ``alone_us`` without this link.
 
-        At least that of its bytes over the link, and the link's latency: twice of a sum, which goes
-        over the link and comes back.
+        At least that of its bytes over the link, plus the link's latency; twice that for an
+        all_reduce, which goes there and back.
         """
         if axis not in self.axes or sent.op not in self.kinds or sent.world_size == 1:
             return alone_us
@@ -134,9 +134,9 @@ class Cluster:
         return self.network_share(self.gpus_per_node)
 
     def network_share(self, senders: int) -> float:
-        """Bytes/s of each of ``senders`` ranks of a node that send to other nodes at a time.
+        """Bytes/s of each of ``senders`` ranks of a node that send to other nodes at the same time.
 
-        Where they are fewer than its GPUs, each has more of the NICs, up to what PCIe carries.
+        If fewer ranks than GPUs send, each has more of the NICs, up to the rate of its PCIe.
         """
         if self.network_assumed or self.node is None:
             return float(NETWORK_BYTES_PER_S)

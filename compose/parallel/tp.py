@@ -231,7 +231,7 @@ class _TensorParallel:
             self._reduce_sums(call, factors[1], out)
 
     def _note_layer(self, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
-        """Notes what a layer of forward multiplies; cuts a weight by rows if its input is cut."""
+        """Notes a layer's input in forward; cuts its weight by rows if that is cut by columns."""
         if not self._is_weight(weight):
             return
         role = self.roles.get(weight.storage)
@@ -277,7 +277,7 @@ class _TensorParallel:
     ) -> None:
         """Cuts ``out`` along ``out_dim``, as input ``t`` is along ``dim``; notes it in ``change``.
 
-        So are cut the other inputs that have this dimension.
+        Inputs that have this dimension too, and are not cut yet, are cut along it.
         """
         if out.storage not in self.cuts:
             self.cuts[out.storage] = self.cuts[t.storage].moved(t, dim, out, out_dim)

@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from itercast.compose.machines.contention import TAKING_TURNS
-from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.compose.simulate.fsdp import Unit
+from itercast.compose.simulate.memory.rank_memory import LayerRun
 from itercast.compose.simulate.pipeline import CUT_BACKWARD
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import stage_facts
 from itercast.compose.simulate.stages import chunks_of, dealt
 
-Run = tuple[PricedLayer, int]  # a layer, and how many equal ones follow one another
 Sent = tuple[PricedOp, float]  # a message, and how often
 
 
@@ -31,7 +30,7 @@ def mean_us(rank: Rank) -> float:
     return plan.microbatches * compute_us([(x, x.layer.count) for x in rank.model.layers]) / plan.pp
 
 
-def compute_us(runs: Sequence[Run]) -> float:
+def compute_us(runs: Sequence[LayerRun]) -> float:
     """A micro-batch's compute on these layers."""
     return sum(n * (x.forward_work.lane_us + x.backward_work.lane_us) for x, n in runs)
 
@@ -59,10 +58,10 @@ def _gathers_in_each(rank: Rank) -> bool:
 
 
 def _stage_times_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """Times in us of a micro-batch on each stage: for all layers, and for what others wait for.
+    """Times in us of a micro-batch on each stage: of all its layers, and until the next can begin.
 
-    These wait for all of the stage's first chunk but weight gradients, where the schedule cuts
-    backward.
+    The next stage waits for the stage's first chunk, but not for its weight gradients where the
+    schedule does them later.
     """
     chunks, cut = chunks_of(rank), rank.plan.schedule in CUT_BACKWARD
     times_us = dict[object, tuple[float, float]]()  # by chunk: its load, what others wait for
@@ -79,10 +78,10 @@ def _stage_times_us(rank: Rank) -> tuple[list[float], list[float]]:
     return loads, [waited_us for _, waited_us in of_chunks[: rank.plan.pp]]
 
 
-def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
-    """The least time of a micro-batch on these layers: compute, beside what FSDP sends for each.
+def _micro_us(rank: Rank, runs: Sequence[LayerRun]) -> float:
+    """The least time of a micro-batch on these layers: compute and FSDP's messages beside it.
 
-    In a pipeline layers are gathered once in each micro-batch, and once more in a step.
+    In a pipeline layers are gathered in each micro-batch, and once more in each step.
     """
     own_us, strategy = compute_us(runs), rank.strategy
     if not _gathers_in_each(rank):
@@ -91,7 +90,9 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     return _beside_us(rank, own_us, _fsdp_messages(rank, runs, often, int(strategy.scatters_each)))
 
 
-def _fsdp_messages(rank: Rank, runs: Sequence[Run], gathers: float, scatters: int) -> list[Sent]:
+def _fsdp_messages(
+    rank: Rank, runs: Sequence[LayerRun], gathers: float, scatters: int
+) -> list[Sent]:
     """Messages of FSDP for these layers, with counts; a pipeline gathers the root once a step."""
     whole_rank, messages = replace(rank, layers=tuple(layer for layer, _ in runs)), list[Sent]()
     root = tuple(layer for layer, count in runs for _ in range(count) if not layer.numbered)

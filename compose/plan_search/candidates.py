@@ -54,9 +54,9 @@ LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A rank of a plan with the plan's time, or a lower bound of it, and its memory.
+    """A plan (by one of its ranks) with its time, or a lower bound of that, and its memory.
 
-    ``close``: it may not fit, or fit, as far as the memory model's error lets it be told.
+    ``close``: whether it fits is within the error of the memory model.
     """
 
     rank: Rank
@@ -180,7 +180,7 @@ class Search:
             prefetch_messages(list(clusters), self.book, next(iter(clusters.values())))
 
     def why_none(self) -> str:
-        """Why no plan is legal: a rule, else the memory of plans that are not even looked at."""
+        """Why no plan is legal: the rule it breaks, else that parameters exceed the memory."""
         if self.refused or not self.too_large:
             return next(iter(self.refused.values()), "no degrees multiply to that many GPUs")
         gpu, least = self.book.gpu, min(self.too_large)
@@ -264,7 +264,7 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
 
 
 def _beside_spread_tables(search: Search, world: int, domain: int) -> Iterator[ParallelPlan]:
-    """Plans whose tables are spread over all GPUs: what cuts or shards all that is no table."""
+    """Plans with embedding tables spread over all GPUs, and all ways to cut or shard the rest."""
     node = search.node.name if search.node else ""
     for tp in _divisors(world):
         if tp <= domain and search.batch % (world // tp) == 0:

@@ -130,7 +130,7 @@ class BranchAndBound:
             waiting.next_step(waiting.rank)
 
     def near(self, shapes: Shapes, wanted: Callable[[ParallelPlan], bool]) -> list[Scored]:
-        """The plans wanted that may be within ``reach``, with their bounds and memory."""
+        """The ``wanted`` plans whose bound is within ``reach``, with memory; none is simulated."""
         shapes, others = shapes.only(wanted), list[Waiting]()
         while shapes.least < self.reach:
             self.add(shapes.take(shapes.least))
@@ -163,9 +163,8 @@ class BranchAndBound:
             self.add(_legal(self.search, uneven(rank.model.layers, plan)))
 
     def _weigh(self, rank: Rank) -> None:
-        """Compute a plan's memory; add it with recomputation where it exceeds the GPU's.
-
-        Where it does so with that, too, shards move to host memory.
+        """Compute a plan's memory. If it exceeds the GPU's, add the plan with recomputation, and if
+        that does too, with shards in host memory.
         """
         scored = self.search.scored(rank, least_us(rank))
         self.weighed.append(scored)
@@ -191,9 +190,9 @@ def _legal(search: Search, plan: ParallelPlan | None) -> list[Rank]:
 
 
 def v_shaped(tree: BranchAndBound) -> Iterator[Rank]:
-    """Yields the listed plans with V-shaped schedules in place of 1F1B.
+    """Yields listed plans with V-shaped schedules instead of 1F1B, if they may be among the best.
 
-    These are no faster than a rank's mean share of all compute.
+    Their bound is a rank's mean share of all compute, as they may leave no bubble.
     """
     for plan, rank in list(tree.listed.items()):
         plain = plan.schedule == "1f1b" and not plan.recompute and plan.first == plan.last == 0
@@ -205,9 +204,9 @@ def v_shaped(tree: BranchAndBound) -> Iterator[Rank]:
 
 
 def local_or_recomputed(tree: BranchAndBound) -> Iterator[Rank]:
-    """Yields plans that may be best with local SGD, or with as little recomputation as fits.
+    """Yields variants of plans with local SGD, or with as little recomputation as fits.
 
-    They are no faster than without.
+    The bound of the plan itself holds for them too: they may be best only if it may.
     """
     for scored in list(tree.weighed):
         if tree.may_be_best(scored.rank, scored.iteration_us):
@@ -221,8 +220,8 @@ def local_or_recomputed(tree: BranchAndBound) -> Iterator[Rank]:
 def _recomputed(search: Search, scored: Scored) -> list[Rank]:
     """The plan, if it may exceed the memory, with as little recomputation as fits.
 
-    Budgets are tried in tenths, from what the excess leaves of the activations downwards, up to the
-    first that fits beyond the memory model's error; where none does, the first that may fit.
+    Tries budgets (the share of activations to save) in tenths, from the most that may fit
+    downwards; returns the first that surely fits, else the first that may.
     """
     plan, activations = scored.plan, memory(scored.rank, search.optimizer)["activations"]
     excess = max(0, scored.memory_bytes - room_bytes(search.book.gpu, plan))
@@ -249,10 +248,9 @@ def best_plans(
 ) -> SearchResult:
     """Returns the ``count`` best plans, found by branch and bound.
 
-    In the order of their bounds, plans of a shape are listed, a plan is looked at closer, then
-    simulated; until the next bound is no better than the score of the last of the best. ``on_plan``
-    is told how many plans are considered, and the best so far. KeyboardInterrupt ends the listing
-    of plans; a second one, the simulation.
+    Plans are listed by shape, weighed and simulated in the order of their bounds, until the next
+    bound is worse than the worst of the best. ``on_plan`` is told how many plans were considered,
+    and the best so far. KeyboardInterrupt ends the listing; a second one, the simulation.
     """
     tree, stopped = BranchAndBound(search, objective, count, on_plan), False
     try:

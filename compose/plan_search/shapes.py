@@ -85,10 +85,10 @@ class Shapes:
         return few
 
     def take(self, most: float) -> list[Rank]:
-        """Price the coarsest shapes whose bound is ``most`` or less; returns ranks of their plans.
+        """Price the coarsest waiting shapes whose bound is at most ``most``; returns ranks of their
+        plans.
 
-        They no longer wait. Shapes that refine them have at least FINER_TAKES of their time, which
-        raises their bounds.
+        Shapes that refine these take at least FINER_TAKES of their time, so their bounds rise.
         """
         within = [shape for shape in self.waiting if self.bounds[shape] <= most]
         coarsest = min(shape.ranks_per_sample for shape in within)

@@ -25,11 +25,11 @@ def keys(plan: ParallelPlan) -> int:
 def simplest(
     search: Search, best: Scored, near: Callable[[int], Iterable[Scored]], objective: str
 ) -> tuple[Scored | None, list[Scored]]:
-    """The plan with the fewest keys whose time or cost is the best one's within PLANS_APART.
+    """The plan with the fewest keys whose time or cost is within PLANS_APART of the best one's.
 
-    Of equally simple ones the best. It fits in memory beyond the memory model's error; None where
-    none such is as good. ``near``: the legal plans with a number of keys, with bounds of their
-    times. Also returns the plans that were simulated to find it.
+    Of equally simple ones the best; it must surely fit in memory. None if there is none.
+    ``near(n)``: the legal plans with n keys, with bounds of their times. Also returns the plans
+    that were simulated to find it.
     """
     limit = best.score(objective) * (exp(PLANS_APART) if objective != "memory" else 1.0)
     most = len(fields(ParallelPlan)) if best.close else keys(best.plan)

@@ -69,10 +69,10 @@ class _Scaling:
 
 
 class CapturesBySize:
-    """The captures of a model by size; each is made when it is asked for.
+    """The captures of a model by size, each made when first asked for.
 
-    A length of 1 may have strides of its own: steps of one sample are derived from those of more
-    where a captured one agrees, else from one another.
+    Lengths of 1 may have strides of their own: captures of one sample are derived from larger ones
+    only if that gives a captured one too, else from one another.
     """
 
     def __init__(self, capture_at: CaptureAt) -> None:
@@ -133,7 +133,7 @@ def _names(kind: Any) -> list[str]:
 
 
 def _chosen(group: set[Size]) -> tuple[Size, ...]:
-    """The smallest and the largest size, and that with most samples of least length.
+    """Three sizes to capture: the smallest, the largest, and most samples of the least length.
 
     Empty where there are too few sizes to derive any.
     """

@@ -54,11 +54,11 @@ class Message:
         return Collective(op=self.kind, message_bytes=size, dtype=self.dtype, **links)
 
     def _sent_frac(self, ranks: int, per_node: int) -> float:
-        """Copies of a token that are sent, over topk: one for each node instead of each expert.
+        """Copies of a token that are sent, over topk: one for each node, not one for each expert.
 
-        Of n nodes with e/n of e experts each, n (1 - C(e - e/n, topk) / C(e, topk)) are expected to
-        have one of a token's. Inside a node such kernels take as long as all_to_all of all copies:
-        they send fewer, at a lower rate.
+        n nodes hold e/n of e experts each, so n (1 - C(e - e/n, topk) / C(e, topk)) nodes are
+        expected to have an expert of the token. Within a node it is 1: such kernels send fewer
+        copies, but at a lower rate.
         """
         experts, topk = self.routed
         if not topk or ranks <= per_node:
@@ -123,10 +123,10 @@ def _in_node(group: Group) -> list[Group]:
 
 
 def _on_machine(message: Message, group: Group, book: PriceBook, cluster: Cluster) -> PricedOp:
-    """The message by the machine's factors, with what it costs compute beside it.
+    """The message by the machine's factors, with how much it slows compute beside it.
 
-    The latter by its bytes/s over each rank's link; what compute loses is at least what it loses to
-    the same message in one node, as this one crosses links of a node, too.
+    That depends on its bytes/s over each rank's link, and is at least what the same message within
+    one node costs, as this one crosses links of a node, too.
     """
     op = book.sent[cluster.place][message, group].among(group.size, group.per_node, book.machine)
     if op.duration_us == 0:
@@ -194,7 +194,7 @@ def _as_measured(cluster: Cluster) -> Cluster:
 
 
 def _learned(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> Iterator[PricedOp]:
-    """The messages priced by the family's model, scaled by formula to groups that it knows not."""
+    """Prices messages by the family's model; beyond groups that it knows, scaled by formula."""
     measured = _as_measured(cluster)
     answer = partial(_modelled, messages, book, measured)
     answers = book.kept(["collective"], (cluster.place, list(messages)), answer)
@@ -214,7 +214,7 @@ def _learned(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> Ite
 def _modelled(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> list[tuple[Any, ...]]:
     """For each message (us, size, ranks per node) of the largest group that the model knows.
 
-    () for one that is sent to nobody. Links slower than any measured are scaled by formula.
+    () in a group of one rank, which sends nothing. Links slower than measured: scaled by formula.
     """
     nearest = _largest_known(messages, book, cluster)
     if not nearest:

@@ -88,10 +88,10 @@ def host_work(time: AssumedTime) -> PricedOp:
 def _event_us(
     event: str, tensors: int, row: Facts | None, book: PriceBook
 ) -> tuple[float, AssumedShares]:
-    """Time of one event in us, and the assumption it rests on.
+    """Time of one event in us, and the assumptions it rests on, if any.
 
-    ``row``: the forecast of the family's model, None without. It counts on a CPU, and inside its
-    training range; else the time of the book's host does, which is assumed unless it was named.
+    ``row``: the learned model's forecast, or None. It is used on a CPU, and inside its training
+    range; else the time of the book's host is, which is assumed unless the user named that host.
     """
     if event in OF_DTENSOR and not has_dtensor(book.stack):
         return 0.0, ()
@@ -181,7 +181,7 @@ class Launches:
         return total
 
     def step(self, op: PricedOp, *, added: bool = False) -> Step:
-        """The op as it is launched, or Python without a kernel."""
+        """An op with its launch time, or Python without a kernel."""
         if op.phase == PYTHON:
             return Step(0.0, op.duration_us, name=op.op)
         return Step(
@@ -226,11 +226,10 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
 def led_by_graph(
     layers: Sequence[Layer], ops: Mapping[int, PricedOp], costs: Launches
 ) -> tuple[Layer | None, dict[int, PricedOp]]:
-    """The layer with the op that the launch of a CUDA graph comes before, and the ops with it.
+    """The op that waits for the launch of a CUDA graph: its layer, and all ops, this one marked so.
 
-    A lone forward waits for its launch before its first op. Steps of training follow each other:
-    the host launches the next while one runs, so that only the last op of backward waits for it.
-    No layer where ops are launched one by one.
+    Inference: the first op of forward. Training: the last op of backward, as the host launches a
+    step while the one before runs. No layer where ops are launched one by one.
     """
     led = dict(ops)
     last_of_backward = [(x, x.backward[1] - 1) for x in layers if x.backward[0] < x.backward[1]]

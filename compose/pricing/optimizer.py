@@ -72,7 +72,7 @@ class MatrixUpdate:
     def of_part(self, shape: tuple[int, ...], ranks: int) -> tuple[list[Priceable], ...]:
         """A rank's calls before the products (on its part), the products (whole), and after.
 
-        ``shape``: of the part of the matrix that ``ranks`` shard by rows.
+        ``shape``: of the part of the matrix, whose rows ``ranks`` ranks divide among themselves.
         """
         shape = (-(-shape[0] // ranks), *shape[1:])
         tensors = {t for c in self.calls for t in c.touched}
@@ -85,9 +85,9 @@ class MatrixUpdate:
         return calls[:start], calls[start:stop], calls[stop:]
 
     def messages(self, shape: tuple[int, ...], ranks: int) -> tuple[list[Message], list[Message]]:
-        """What brings a rank a matrix of its own, and what returns the result to other ranks.
+        """Messages before the products, which bring whole matrices, and after, which return parts.
 
-        Each of ``ranks`` has a part of these rows and columns of each matrix.
+        Each of ``ranks`` has a part of this ``shape`` of each matrix, and updates other matrices.
         """
         made = self.calls[self.products.stop - 1].outputs[0]
         held = made.nbytes * prod(shape) // prod(self.shape)

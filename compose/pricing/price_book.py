@@ -216,7 +216,7 @@ class PriceBook:
     def _parts(self, w: Priceable) -> list[Part]:
         """The ops that an op is priced as: itself, its family's fallback, a copy, or none.
 
-        Behind those of a product that may be padded are the parts of the padded one.
+        If its operands may be padded, the parts of the padded product follow at the end.
         """
         key = (w.params, w.channels_last, w.params is None and w.bytes_moved)
         found: list[Part] = self.once(("parts", key), lambda: self._found_parts(w))
@@ -227,7 +227,7 @@ class PriceBook:
         return w.paddable and self.gpu.kind != "cpu" and "gemm" in self.models
 
     def _run_parts(self, w: Priceable, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts of an op that run; if a product may be padded, the faster way's parts."""
+        """The parts of an op that run: of a product that may be padded, those of the faster way."""
         if not self._may_pad(w):
             return parts
         count = len(padded_parts(w.run_by(self.gpu).params))

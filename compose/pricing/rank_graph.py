@@ -164,10 +164,11 @@ class RankGraph:
         return calls, {x.name: x for x in split_layers(calls)}
 
     def before_fusion(self, layer: Layer) -> tuple[StepCapture, Layer]:
-        """Calls before they are fused into kernels, and a layer or one equal to it among them.
+        """The calls before they are fused into kernels, and among them this layer, or one equal to
+        it.
 
-        A kernel may compute what lies on both sides of a boundary between layers: what crosses it,
-        and what a checkpoint there saves, is told by the calls.
+        Kernels may lie across boundaries of layers: only calls tell what crosses, and what is
+        saved.
         """
         calls, layers = self._apart
         names = [x.name for x in self.layers]
@@ -189,7 +190,7 @@ class RankGraph:
         return [*self.asked.ops.values(), *copies]
 
     def _prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], dict[str, LayerCopies]]:
-        """See ``prices``: the prices of ``to_price``, put back where each belongs."""
+        """The prices of ``to_price``: of ops by number, of copies by layer and parameter."""
         prices = iter(book.price(self.to_price()))
         ops = {i: next(prices) for i in self.asked.ops}
         copies = {
@@ -290,7 +291,7 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, cluster: 
 def partly_hidden(
     sent: PricedOp, share: float, beside: Sequence[PricedOp], book: PriceBook
 ) -> PricedOp:
-    """A message that runs beside ``share`` of these ops' time: as long as what they do not hide."""
+    """A message beside ``share`` of these ops' time: it takes the time that they leave."""
     beside_us = share * sum(op.duration_us for op in beside)
     if not beside_us:
         return sent
@@ -302,7 +303,7 @@ def partly_hidden(
 
 
 def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, Overlapped]:
-    """Compute of another micro-batch that each message of ep runs beside, by call.
+    """By message of ep: (share, ops) of the compute of another micro-batch that it runs beside.
 
     A layer's compute, forward and backward, is divided among its messages; nothing runs beside
     those of the first micro-batch.
@@ -318,7 +319,7 @@ def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int,
 
 
 def _overlapped(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -> Overlapped:
-    """Compute of its own micro-batch that collective ``i`` overlaps: next ops, part of a product.
+    """(share, ops): the compute of the same micro-batch that runs beside collective ``i``.
 
     A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
     then (C-1)/C T and t side by side.

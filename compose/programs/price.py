@@ -181,10 +181,10 @@ def cluster_of(
 
 
 def products_beside(calls: Sequence[OpCall]) -> dict[int, list[int]]:
-    """The products that messages sent in parts run beside (async tensor parallelism).
+    """The products that run beside messages sent in parts (async tensor parallelism).
 
-    Those that read what an all_gather brings; the one that writes what a reduce_scatter sends.
-    Storage that a message writes -> storages that its products write.
+    By storage that a message writes, storages that these products write: they read what an
+    all_gather brings, or write what a reduce_scatter sends.
     """
     readers, writers = defaultdict[int, list[int]](list), dict[int, int]()
     for i, call in enumerate(calls):
@@ -210,7 +210,7 @@ def _read(call: OpCall) -> set[int]:
 def _products_of_gathered(
     i: int, calls: Sequence[OpCall], readers: Mapping[int, list[int]]
 ) -> Iterator[int]:
-    """The products whose rows are what message ``i`` gathers."""
+    """Numbers of the products whose rows message ``i`` gathers."""
     storages = [t.storage for t in calls[i].outputs]
     while storages:
         storage = storages.pop()
@@ -243,7 +243,7 @@ def sent_in_parts(
     beside: Mapping[int, Sequence[int]],
     book: PriceBook,
 ) -> dict[int, PricedOp]:
-    """Messages sent in parts, by call, as long as what the products beside them do not hide.
+    """By call, messages that are sent in parts; each takes the time that the products beside leave.
 
     ``beside``: of ``products_beside``. Of n ranks' parts one is there from the start, or is
     computed before any is sent, so that (n - 1) / n of the products hide messages.

@@ -107,7 +107,7 @@ def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
 
 
 def _for_layers(calls: Sequence[OpCall]) -> set[int]:
-    """The ids of lookups in forward whose results a product with weights reads; all if none is."""
+    """Ids of forward's lookups whose results a product with weights reads; all if none is."""
     found_in, looked_up, read = defaultdict[int, set[int]](set), set[int](), set[int]()
     for call in (c for c in calls if c.phase == "forward"):
         found = set[int]().union(*(found_in[t.storage] for t in call.tensors()))
@@ -121,7 +121,7 @@ def _for_layers(calls: Sequence[OpCall]) -> set[int]:
 
 
 def _rows_of(lookups: Sequence[tuple[int, int]], backwards: int) -> int:
-    """The samples that lookups are of; 0 where micro-batches, or lookups of one, differ in them.
+    """The samples that these lookups belong to; 0 if micro-batches or their lookups disagree.
 
     Lookups before one backward, such as an encoder's and a decoder's, are of the same samples.
     """
@@ -135,7 +135,7 @@ def _rows_of(lookups: Sequence[tuple[int, int]], backwards: int) -> int:
 
 
 class Origins:
-    """What computed the memory that calls read: found back through moves and messages."""
+    """Finds which calls computed the memory that a call reads, back through moves and messages."""
 
     def __init__(self, calls: Iterable[OpCall]) -> None:
         self.writers = defaultdict[int, list[OpCall]](list)
@@ -144,7 +144,7 @@ class Origins:
                 self.writers[storage].append(call)
 
     def of(self, storages: Iterable[int]) -> Iterator[tuple[OpCall, Groups]]:
-        """Yields calls that are no moves, and the groups of the messages on the way from them."""
+        """Yields calls that computed these storages, with the groups of the messages between."""
         waiting: list[tuple[int, Groups]] = [(storage, Groups()) for storage in set(storages)]
         seen = set(waiting)
         while waiting:
@@ -168,10 +168,10 @@ def _gradients(calls: Sequence[OpCall], origins: Origins) -> Iterator[tuple[OpCa
 
 
 def _summed(gradients: Sequence[tuple[OpCall, Groups]], tokens: set[int]) -> Groups | None:
-    """The groups over which gradients are summed of weights that see all tokens of a rank.
+    """The groups of ranks that sum up gradients, by weights that see all tokens of a rank.
 
-    ``tokens``: counts of tokens of lookups; a weight sees all if its gradient sums as many rows.
-    Where none does, of any weight; None where no gradient is found, or groups differ in size.
+    ``tokens``: how many tokens lookups have; a weight sees all if its gradient sums as many rows.
+    If no weight does, any weight counts. None if there are no gradients, or group sizes differ.
     """
     groups_of = dict[int, Groups]()  # by id of the call that computes a weight's gradient
     for call, groups in gradients:
@@ -220,7 +220,7 @@ def _ranks(groups: Groups) -> set[int]:
 
 
 def _size(groups: Iterable[tuple[int, ...]] | None) -> int:
-    """How many ranks groups along axes of a mesh reach one after the other; 0 if not known."""
+    """How many ranks these groups, along axes of a mesh, reach together; 0 if not known."""
     if groups is None:
         return 0
     reached, size = set[int](), 1

@@ -33,9 +33,9 @@ from itercast.compose.programs.scripts import (
 def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCapture]]:
     """The model that a script trains, and the step that it was found in.
 
-    The script runs as one process, or, where it does not go on so, as one of its ``world_size``.
-    ValueError in one line where a plan cannot be of it. Its captures are kept as the script's own;
-    one that is not there yet is made in the script's process, which ends with this context.
+    The script runs as one process; if it stops in that, as one of its ``world_size`` ranks.
+    ValueError in one line if no plan can be made for it. Captures are kept with the script's own;
+    new ones are made in the script's process, which ends with this context.
     """
     order = replace(order, steps=2)  # the first one makes optimizer state
     with ExitStack() as stack:

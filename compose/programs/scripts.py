@@ -136,10 +136,10 @@ class ScriptOrder:
 def capturing(order: ScriptOrder, share: float = 1.0) -> Generator[None, None, CapturedScript]:
     """Capture a step of a script, or read the one that is kept, unless ``anew``.
 
-    One is kept for as long as the script would find the same answers: files, folders, variables and
-    the GPU's facts, as far as it asked for them. Its output goes to stderr. ValueError in one line
-    where it cannot be captured, or not in time, or not in a ``share`` of the memory that scripts
-    may take. It yields while the script runs; all processes that this started are gone after it.
+    A kept one is valid while the script would find the same files, folders, variables and facts of
+    the GPU, as far as it asked for them. Yields while the script runs; its output goes to stderr,
+    and all its processes are gone afterwards. ValueError in one line if it cannot be captured, or
+    not in time, or not in ``share`` of the memory that scripts may take.
     """
     key = order.key()
     path, made = order.kept(key), False
@@ -156,7 +156,7 @@ def capturing(order: ScriptOrder, share: float = 1.0) -> Generator[None, None, C
 
 @contextmanager
 def fresh_path(key: str) -> Iterator[Path]:
-    """Where a capture is written until it is kept; what is left there is removed."""
+    """A path for a capture until it is kept; what is left there, and its ``.asked``, is removed."""
     folder = cache_folder("programs")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{key}-{os.getpid()}.json.gz"
@@ -296,10 +296,10 @@ class ScriptProcess:
 
 
 def _reason(output: IO[bytes], code: int, script: Path) -> str:
-    """The line in which a capture says why it ended, or the last one that the script wrote.
+    """Why a capture ended: our own line of its output, or the last line of the script.
 
-    Both where the script ended by itself: argparse, for one, says why, or a traceback does, also
-    one that the script writes before it goes on to its end.
+    Both if the script ended by itself: argparse or a traceback then says why, even if the script
+    went on to its end after that.
     """
     output.seek(0)
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]

@@ -24,10 +24,10 @@ UNKNOWN = object()  # a value that two numbers of ranks do not tell for those be
 def captured_scripts(orders: Sequence[ScriptOrder]) -> list[CapturedScript | ValueError]:
     """Captures of one script as several numbers of ranks on several GPUs, or why there is none.
 
-    Of a GPU the least number and the greatest are captured first, beside each other where this
-    machine has two cores. Where what they launch differs by the number of ranks alone (groups of
-    all ranks, factors such as 1 / ranks), those between are filled in; else they are captured, from
-    both ends. What is kept is read, a capture for another GPU too where it holds (``Answers``).
+    For each GPU the least and the greatest number are captured first, side by side on two cores. If
+    the two differ only by the number of ranks (groups of all ranks, factors such as 1 / ranks),
+    those between are derived from them; else more are captured, from both ends. Kept captures are
+    read, also such as were made for another GPU, if they hold for this one (``Answers``).
     """
     captures = dict[int, CapturedScript | ValueError]()  # by index of the order
     by_gpu = dict[str, list[int]]()
@@ -75,10 +75,10 @@ def _same_loader(a: CapturedScript, b: CapturedScript) -> bool:
 def program_between(
     less: ProgramCapture, more: ProgramCapture, world_size: int
 ) -> ProgramCapture | None:
-    """The program of a number of ranks between two; None where these say nothing of it.
+    """The program for a number of ranks between two; None if it cannot be derived from them.
 
-    They launch the same ops on the same shapes, as rank 0. Groups are of all ranks in both, and
-    numbers that ops are given stay, grow with the number of ranks, or with its inverse.
+    Both must launch the same ops on the same shapes, as rank 0, with groups of all ranks. Numbers
+    among the arguments stay, or grow with the number of ranks, or with its inverse.
     """
     plain = replace(less, world_size=more.world_size, ranks=more.ranks)
     if plain != more or less.ranks.keys() != {0} or more.ranks.keys() != {0}:

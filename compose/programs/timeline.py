@@ -35,8 +35,8 @@ Tasks = tuple[int, ...]  # by their numbers
 class RankLanes(Lanes):
     """Turns the launches of one rank into tasks: one between marks, or one per op (``each_op``).
 
-    ``lane``, ``done`` and ``waits`` are of the current ``stream``. ``batches``: where the host
-    takes each batch of the last step from the DataLoader.
+    ``open``: ops launched since the last mark. ``lane``, ``done`` and ``waits`` are of the current
+    ``stream``. ``batches``: where the host takes each batch of the last step from the DataLoader.
     """
 
     def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:
@@ -101,7 +101,7 @@ class RankLanes(Lanes):
             self.host += self.done
 
     def _close(self) -> None:
-        """Add the ops launched since the last mark, as one task or each by itself."""
+        """Make the ops in ``open`` tasks: one of their sum, or one for each op."""
         steps, self.open = self.open, []
         if self.each_op:
             for step in steps:
@@ -132,12 +132,12 @@ def simulate_program(
     cores_frac: float = 0.0,
     each_op: bool = False,
 ) -> tuple[dict[int, Run], float]:
-    """Two steps in a row, by rank, and the time of the second, from the first one's end, in us.
+    """Simulates two steps in a row; returns runs by rank, and the second step's time in us.
 
-    ``cores_frac``: the share of a CPU's cores that a captured rank takes while it computes, with
-    those that do as it does. Where all together take more than there are, compute is slower: by
-    what they take on average while any of them computes. ``each_op``: each op is a task with the
-    op's name, as a timeline shows it; else the ops between two marks are one.
+    ``cores_frac``: the share of a CPU's cores that a captured rank takes while it computes,
+    together with the ranks it stands for. If ranks take more than there are, compute is slower, by
+    the mean while any of them computes. ``each_op``: each op is a task with the op's name, as a
+    timeline shows it; else the ops between two marks are one.
     """
     runs, iteration_us = _simulated(ranks, contention, 1.0)
     slowdown = 1.0
@@ -185,9 +185,9 @@ def _simulated(
 
 
 def _queued_us(lanes: RankLanes, spans: Sequence[Span]) -> float:
-    """How far the GPU is behind the host, in us, where it takes the batches of the last step.
+    """By how many us the GPU is behind the host where it takes a batch, summed over the batches.
 
-    Summed over these batches.
+    Of the last step.
     """
 
     def end_us(tasks: Iterable[int]) -> float:

@@ -194,11 +194,11 @@ def broken_down(
     slowest: int = 0,
     fullest: int = 0,
 ) -> Outcome:
-    """The outcome of a rank that spends an iteration of ``lanes.end_us`` like this.
+    """The outcome of a rank whose iteration takes ``lanes.end_us``, with idle time by its cause.
 
-    Of its idle time ``host_gap_us`` at most are gaps in which the host launches, ``bubble_us`` of
-    the rest at most a pipeline's bubble; what is left it waits for other ranks. Of bubble and
-    waiting each assumption has its share of the rest. ``shown``: see ``Outcome.tasks``.
+    Idle time is first gaps in which the host launches (``host_gap_us`` at most), then a pipeline's
+    bubble (``bubble_us`` at most), then waiting for other ranks. Bubble and waiting rest on
+    assumptions to the same share as all other time. ``shown``: see ``Outcome.tasks``.
     """
     end_us = lanes.end_us
     compute_us = min(lanes.compute_us, end_us)

@@ -59,8 +59,8 @@ FP16_RATIO: float = assumed(__file__, "fp16_ratio")
 class Strategy:
     """How replicas exchange gradients and weights: messages, when, what is sharded and offloaded.
 
-    All of a plan that changes how a rank runs, apart from its layers and groups of ranks: equal
-    strategies share what is simulated.
+    It has all that a plan says of this, but layers and groups of ranks: plans with equal strategies
+    share what is simulated.
     """
 
     reduce: tuple[str, ...] = ()  # after a bucket is full
@@ -110,10 +110,10 @@ class Strategy:
 
 
 def by_software(strategy: Strategy, plan: ParallelPlan, stack: Stack, dtype: str) -> Strategy:
-    """How replicas of a plan whose gradients are of ``dtype`` are kept equal by a stack.
+    """The strategy of a plan as a software stack runs it; gradients are of ``dtype``.
 
-    Gradients are reduced in fp32 under mixed precision (with ``zero``; DDP's are in it), and where
-    the buffer that sums them is in fp32, unless the plan or the stack halves them. With
+    Gradients are reduced in fp32 under mixed precision with ``zero`` (DDP's are fp32 anyway), and
+    if the stack sums them in an fp32 buffer, unless plan or stack halve them. Under
     ``reduces_late`` DDP has one bucket of each dtype, full when backward is done, and ZeRO 1 and 2
     gather the trained weights of the whole model once a step.
     """

@@ -107,7 +107,7 @@ class Unit:
 
     @cached_property
     def hooks(self) -> dict[float, tuple[PricedOp, Work]]:
-        """Host time of a layer's hooks, and its work, by the share of them that runs."""
+        """Host time of a layer's hooks (op and work) by the share of them that runs in a pass."""
         (x,), strategy = self.layers, self.rank.strategy
         event = "fsdp_layer" if strategy.regather else "fsdp_layer_kept"
         count = len(x.layer.trained if strategy.frozen_whole else x.layer.replicated)
@@ -261,8 +261,8 @@ def _gathered(
 ) -> tuple[list[int], Work]:
     """Send the all_gather of a layer's parameters; returns its tasks, and the work of copying out.
 
-    On a GPU it starts after the tasks ``after``, and the copy of shards in host memory after the
-    tasks ``earlier``. ``NONE`` where FSDP does not wrap the layer.
+    On a GPU it starts after the tasks ``after``; shards in host memory are copied to the GPU
+    before, after the tasks ``earlier``. ``NONE`` where FSDP does not wrap the layer.
     """
     unit = Unit.of(program, x)
     if not is_apart(program.rank, x) or not unit.gathers:
@@ -282,10 +282,10 @@ def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[
 
 
 def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
-    """Scatter gradients within the groups that shard, and add up shares among these groups.
+    """Scatter gradients within the groups that shard, then all_reduce the shards between groups.
 
-    Returns the tasks to wait for. Under local SGD groups do not add up gradients. ``later``: of a
-    micro-batch after the first.
+    Returns the tasks to wait for. No all_reduce under local SGD. ``later``: of a micro-batch after
+    the first.
     """
     behind = program.copied[-1:] if "parameters" in program.strategy.offload else []
     sent = _send(program, unit.scatters, (*program.lanes.done, *behind))
@@ -295,7 +295,7 @@ def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
 
 
 def summed_shares(layers: Sequence[PricedLayer], rank: Rank) -> list[Message]:
-    """The all_reduces of shards of gradients (or parameters) among groups that shard alike."""
+    """All_reduces of gradient (or parameter) shards between ranks that hold the same shard."""
     plan, sums = rank.plan, list[Message]()
     groups_by_axis = {
         "replicate": plan.dp * plan.cp // plan.shards,

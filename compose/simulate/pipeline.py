@@ -133,10 +133,10 @@ def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Acti
 def in_flight(
     schedule: str, stages: int, rank: int, micro: int, virtual: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Counts, by chunk, the micro-batches whose activations a rank holds when they are most.
+    """How many micro-batches' activations a rank holds at most, by chunk.
 
-    First until the end of its first backward, then later on. Weight gradients that a schedule does
-    later need them until then.
+    A pair: until the end of its first backward, and later. Activations are also held for weight
+    gradients that a schedule does later.
     """
     if schedule == "gpipe":
         return (micro,), (micro - 1,)
@@ -231,7 +231,7 @@ def _source(kind: str, i: int, c: int, count: int, detached: frozenset[int]) -> 
 
 
 def _sorted(rows: Sequence[_Row], ranks: Sequence[int], detached: frozenset[int]) -> _Timing:
-    """The arrays of ``_Timing``, by level; ``ranks``: of each chunk of the model."""
+    """Makes the arrays of ``_Timing`` from rows, by level; ``ranks``: the rank of each chunk."""
     count = len(ranks)
     ordered = sorted(rows, key=lambda row: row.level)
     number = {

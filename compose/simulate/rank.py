@@ -333,7 +333,7 @@ class RankTasks:
     def to_host(self, x: PricedLayer) -> None:
         """Copy what a layer saves to the host, beside the next layer's forward.
 
-        The one after that waits for it: what two layers save is on the GPU at a time.
+        The copy before must be done then: saved tensors of two layers are on the GPU at a time.
         """
         if "activations" in self.strategy.offload:
             self.lanes.wait(self.copied[-1:])
@@ -351,9 +351,9 @@ class RankTasks:
         return (self.lanes.send(self.host_copy(nbytes, "h2d"), "h2d", after),)
 
     def keep(self, nbytes: int, after: tuple[int, ...], *, later: bool) -> list[int]:
-        """Copy a rank's gradients to the host after these tasks, if the optimizer is there.
+        """If the optimizer is on the host, copy a rank's gradients there after these tasks.
 
-        ``later``: the host waits for them, and adds them to those of earlier micro-batches.
+        ``later``: the host then adds them to those of earlier micro-batches.
         """
         if "parameters" not in self.strategy.offload or not nbytes:
             return []

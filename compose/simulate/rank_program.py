@@ -154,10 +154,11 @@ class RankProgram(RankUpdate):
         return waiting
 
     def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
-        """Ops of backward from ``start`` to ``stop``, each gradient's copies after it is ready.
+        """Ops ``start`` to ``stop`` of backward; each gradient's copies follow the op that
+        completes it.
 
-        ``later``: of a micro-batch that is not the step's first, and so adds to the gradients. What
-        expert parallelism spreads and no other rank has is sent nowhere, and fills no bucket.
+        ``later``: a micro-batch after the first, which adds to gradients. What only this rank holds
+        (experts) is copied into no bucket.
         """
         ready: dict[int, list[PricedOp]] = {}
         for at, p in enumerate(x.layer.parameters):

@@ -54,12 +54,11 @@ def replicas_of(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0) ->
 def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     """Lays out the micro-batches of a rank without a pipeline, one after the other.
 
-    Returns the micro-batches before the last as pairs (run, how often it is repeated), and the run
-    of the last one, which synchronises gradients and ends with the optimizer. Micro-batches that
-    send nothing are not listed: they are part of the last run. Training steps follow each other:
-    where the host waits for no op nor for the step's end, it launches the next one meanwhile. It
-    waits for gradients that it updates parameters by. Where it waits for a scaler, a step goes from
-    there to there: the optimizer comes first.
+    Returns pairs (run of a micro-batch, how often), and the last run, which synchronises and ends
+    with the optimizer. Micro-batches that send nothing are part of the last run. The host launches
+    the next step while one runs, unless it waits for an op, for the end of steps, or for gradients
+    to update parameters by. If it waits for a gradient scaler, the steps are cut there: a run
+    begins with the optimizer.
     """
     micro = rank.plan.microbatches
     every = rank.strategy.every_micro or rank.strategy.scatters_each
@@ -97,7 +96,7 @@ def _one_micro_batch(rank: Rank, ahead: bool, *, later: bool) -> Run:
 
 
 def _together(ranks: Sequence[Rank], alone: Sequence[Runs], crowding: float) -> Sequence[Runs]:
-    """The runs of ranks (``alone``: each by itself) with the times of a simulation of all."""
+    """The runs of all ranks with times from one simulation; ``alone``: each rank's by itself."""
     if len(ranks) == 1:
         return alone
     factors, joint = [rank.book.contention for rank in ranks], [Runs() for _ in ranks]
@@ -188,7 +187,7 @@ def latency_us(messages: Sequence[Message], rank: Rank) -> float:
 def steady_us(
     compute_us: float, message_us: float, slots: int, contention: float, asleep_us: float = 0.0
 ) -> float:
-    """Time of ``slots`` slots: in each, 1 / slots of compute runs beside messages.
+    """Time of ``slots`` slots: in each, an equal part of compute runs beside the slot's messages.
 
     ``message_us``: messages of a slot, of which ``asleep_us`` does not slow compute.
     """

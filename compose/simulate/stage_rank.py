@@ -131,10 +131,10 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
 
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
-    """The runs of a chunk: forward (F) and backward (A).
-
-    Where the schedule cuts backward in two, also gradients of inputs (B) and of weights (W). The
-    variants are runs that differ: the step's first micro-batch, and parameters still gathered."""
+    """The runs of a chunk: forward (F) and backward (A), or its parts where the schedule cuts it:
+    gradients of inputs (B) and of weights (W). Variants are runs that differ: in the step's
+    first micro-batch (FIRST), and with parameters still gathered (KEPT).
+    """
     each = rank.strategy.scatters_each
 
     def run(kind: str, variant: str = "") -> Run:
@@ -160,9 +160,9 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
 
 
 def _sharded(rank: Rank, layers: Sequence[PricedLayer], variant: str) -> Sequence[PricedLayer]:
-    """The layers of a chunk; those whose parameters are gathered before the action as such.
+    """The layers of a chunk; those that are still gathered when the action begins need no gather.
 
-    FSDP2 keeps the root's from the first forward on, those of others from a backward on until the
+    FSDP2 keeps the root gathered from the first forward on, other layers from a backward to the
     next forward.
     """
     if variant == FIRST or not (rank.strategy.whole_after_backward and rank.strategy.regather):
@@ -231,7 +231,7 @@ class Pipeline:
         return self.ranks[0].plan
 
     def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
-        """When each rank's last backward ends; cyclic data parallelism: time of a further step."""
+        """When each rank's last backward ends; in cyclic data parallelism a further step's time."""
         plan, micro = self.plan, self.plan.microbatches
         if not plan.cdp:
             return finish_us(plan.schedule, times, plan.pp, micro)
@@ -285,7 +285,7 @@ class Pipeline:
         return added_up(self.runs_of(r)).plus(Shares(end_us=omitted_us, compute_us=omitted_us), -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
-        """What else takes a rank's time, and how often: messages between stages, and the host.
+        """Messages between stages and host work of rank ``r``, with how often each occurs.
 
         The model's own host time is divided equally among the stages.
         """
@@ -300,7 +300,7 @@ class Pipeline:
         return timed
 
     def schedule_us(self, slowest: int) -> tuple[float, float]:
-        """Time that messages between stages add, and the bubble if all stages were the slowest."""
+        """Time that messages between stages add; bubble if all stages were as the slowest."""
         unsent = [replace(t, send_us=0.0) for t in self.times]
         sends_us = max(0.0, max(self.finish_us(self.times)) - max(self.finish_us(unsent)))
         chunks = self.chunks_of(slowest)
@@ -377,7 +377,7 @@ def stage_tails(
 
 
 def _tail(stage: Rank, after: Sequence[Ending], tied_bytes: int, optimizer: str) -> tuple[Run, Run]:
-    """A stage's last backwards with synchronisation and optimizer; these backwards alone.
+    """A stage's last backwards with synchronisation and optimizer, and the backwards alone.
 
     ``after``: its chunks' last actions, the first of which starts at 0.
     """

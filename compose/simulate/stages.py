@@ -60,9 +60,9 @@ def chunks_of(rank: Rank) -> list[Chunk]:
 
 
 def _fewest_on_first_stage(model: PricedModel) -> int:
-    """How many layers the first stage has at least: up to the last that waits for lookups.
+    """How many layers the first stage must have: until lookups of other ranks' tables are read.
 
-    These are messages of embedding tables on other ranks, which run until they are read.
+    The messages of these lookups run from the start of forward until then.
     """
     calls = model.graph.capture.calls
     lookups = [i for i in model.graph.asked.messages if calls[i].kwargs["until_read"]]
@@ -168,10 +168,10 @@ def _unit_costs(layers: Sequence[PricedLayer]) -> list[float]:
 
 
 def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | None:
-    """The plan with the numbers of equal layers on its first and last stage that balance it best.
+    """The plan with the best numbers of layers on the first and on the last pipeline stage.
 
-    The stage that takes longest is then fastest: the embedding is part of the first stage, the head
-    of the last. None where an even split is as good, and where layers are not counted.
+    The slowest stage is then fastest, as the embedding is part of the first stage and the head of
+    the last. None if an even split is as good, or if layers are not equal.
     """
     numbered = [x for x in layers if x.numbered]
     total, pp = sum(x.layer.count for x in numbered), plan.pp
@@ -213,9 +213,9 @@ def _are_equal(layers: Sequence[PricedLayer]) -> bool:
 
 
 def _with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
-    """The last chunk with its own copies of the weights that its last layer ties to the first's.
+    """The last chunk with its own copy of the weights that it ties to the first layer's.
 
-    Their gradients are ready at the end of its backward.
+    Gradients of the copy are ready at the end of the chunk's backward.
     """
     tied = model.graph.tied
     if not tied:

@@ -226,10 +226,10 @@ def _contention(a: Task, b: Task, alike: float) -> float:
 def side_by_side(
     ranks: Sequence[Sequence[Task]], contention: Sequence[float], crowding: float = 1.0
 ) -> list[tuple[Span, ...]]:
-    """When each rank's tasks run; tasks with equal ``once`` are one, which starts with the last.
+    """When each rank's tasks run; tasks with equal ``once`` (a message) are one on all its ranks.
 
-    It takes as long as on the slowest. ``contention`` by rank: of its lanes that are ``SHARED``;
-    ``crowding``: slowdown of ranks that share a CPU's cores while two or more of them compute.
+    It starts with the last rank and takes as long as on the slowest. ``contention`` by rank: of
+    lanes that are ``SHARED``; ``crowding``: slowdown while several ranks compute on shared cores.
     """
     joint, number = list[Task](), [list[int]() for _ in ranks]  # by rank, of its tasks among all
     programs: dict[str, list[int]] = defaultdict(list)

@@ -18,11 +18,11 @@ from itercast.capture.recorder.facts import KNOWN_LIMIT, Fact, Known, is_small_i
 
 
 def as_integers_say(known: Known, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Results of an op that known integers decide the lengths of; None where they do not.
+    """Results of an op whose lengths follow from integers that are known; None where they do not.
 
-    The op runs for real, once on zeros for all other tensors, once on ones: results that differ in
-    shapes, or in integers, depend on numbers that nobody knows. An op without a kernel for CPUs, or
-    one that refuses such numbers, does not run.
+    The op runs for real, once with zeros in all other tensors, once with ones. If shapes or
+    integers of the results differ, they depend on unknown numbers. None too if the op has no kernel
+    for CPUs, or refuses such numbers.
     """
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     facts = [known.fact(t) for t in tensors if is_small_integer(t)]
@@ -59,7 +59,7 @@ def as_integers_say(known: Known, func: OpOverload, args: Args, kwargs: Kwargs) 
 
 
 def of_guessed_length(share: float, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Results of an op whose unknown lengths are taken to be a share of the most rows given to it.
+    """Results of an op of unknown length, taken to be a share of the most rows given to it.
 
     A row is the last axis of a tensor that has several axes.
     """

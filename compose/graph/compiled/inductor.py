@@ -194,9 +194,9 @@ class _Uses(MakersAndReaders):
         return max(read)
 
     def leads_to(self, i: int, size: int, last: int) -> bool:
-        """Whether a call up to ``last`` over ``size`` elements reads what call i makes.
+        """Whether a call up to ``last`` over ``size`` elements depends on call i.
 
-        Directly, or what calls over other numbers of elements make of it.
+        Only through calls over other numbers of elements, or directly.
         """
         seen, todo = {i}, [i]
         while todo:

@@ -167,6 +167,7 @@ class _Forward:
 
         Each storage is an edge from node (storage, False) to (storage, True) that carries its
         weight; edges without limit lead from what a call reads to what it makes, and to NEEDED.
+        Kept are cut edges, what forward does not make, and sources that are read behind the cut.
         """
         flow, sources = Flow(), list[tuple[int, bool]]()
         kept = {s for s in self.needed if s not in self.makers}
@@ -194,7 +195,7 @@ class _Forward:
         return is_backward(call) and call.compiled == self.compiled
 
     def _is_inside(self, i: int) -> bool:
-        """Whether fused calls of this function alone read a call's result; none overwrites it."""
+        """Whether only fused calls of this function read call i's result; none overwrites it."""
         storage, step = self.step.calls[i].outputs[0].storage, self.step
         if step.makers[storage] != [i] or storage in step.given:
             return False
@@ -204,9 +205,9 @@ class _Forward:
         return fused and all(last <= i for last in later)
 
     def _far_readers(self, i: int, t: TensorSpec) -> list[int]:
-        """Readers of a result of call i that are fused with i, but run after a call that is not.
+        """Readers of a result ``t`` of call i that run late, torch's "used far apart".
 
-        That call is made of ``t`` as well: torch's "used far apart".
+        They are fused with i, but run after a call that is not fused and is itself made of ``t``.
         """
         step = self.step
         readers = sorted(r for r in set(step.readers.get(t.storage, ())) if r in self.own)

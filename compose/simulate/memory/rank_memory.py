@@ -22,7 +22,7 @@ PRECISE_BYTES = 4  # of fp32
 STAGES_HANDED_ON = 3  # that a staggered replica holds: in use, arriving, being sent (``cyclic``)
 # Under FSDP2's mixed precision shards of parameters and gradients are in fp32.
 IN_FP32 = {dtype: Held(gradient=PRECISE_BYTES, copies=2) for dtype in ("bf16", "fp16")}
-Run = tuple[PricedLayer, int]
+LayerRun = tuple[PricedLayer, int]  # a layer, and how many equal ones follow one another
 Moment = tuple[int, int, int]  # bytes of gradients, of activations, of temporary tensors
 Ranks = tuple[int, int]  # that share out a parameter: dense ones, experts that ep spreads
 
@@ -31,19 +31,19 @@ Ranks = tuple[int, int]  # that share out a parameter: dense ones, experts that 
 class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
-    ``runs``: the layers in forward order, each with how often it is there in a row; ``dense``:
-    trained parameters that ep does not spread, ``experts``: those that it does.
+    ``runs``: the layers in forward order, equal ones in a row counted; ``dense``: trained
+    parameters that ep does not spread over ranks, ``experts``: those that it does.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[LayerRun, ...]
     parameters: int
     dense: Trained
     experts: Trained
     once: Once = field(default_factory=Once, compare=False)  # results of plans that share them
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Sizes:
-        """Sizes of these layers."""
+    def of(cls, runs: Sequence[LayerRun]) -> Sizes:
+        """Adds up these layers, each as often as it is counted."""
         return cls(
             runs=tuple(runs),
             parameters=sum(x.layer.parameter_bytes * n for x, n in runs),
@@ -191,7 +191,7 @@ def _sharded(sizes: Sizes, ranks: Ranks, strategy: Strategy) -> tuple[int, int]:
 def _fullest(
     sizes: Sizes, ranks: Ranks, strategy: Strategy, others: int, kept: int | None
 ) -> Moment:
-    """Bytes by purpose (gradients, activations, temporary) when a micro-batch needs most.
+    """The bytes (gradients, activations, temporary) at the moment a micro-batch needs most.
 
     ``others``: bytes of activations of other micro-batches, held all the time unless offloaded.
     ``kept``: bytes of gradients that are there before it; None: they are made in it.
@@ -203,11 +203,11 @@ def _fullest(
 
 
 def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -> Iterator[Moment]:
-    """(gradients, activations, temporary) bytes where their sum may be most in a micro-batch.
+    """(gradients, activations, temporary) bytes at each moment that may be the micro-batch's peak.
 
-    Of equal layers in a row the first and the last are enough: all changes in proportion. Offloaded
-    activations are there of the layer before in forward, which are on their way; in backward of a
-    layer and the one before, which are fetched.
+    Of equal layers in a row the first and the last are enough: all changes in proportion. Of
+    offloaded activations those of the layer before are still on their way out in forward; in
+    backward the layer's own are there, and the next ones are fetched.
     """
     later, made, level = kept is not None, kept or 0, 0
 
@@ -240,7 +240,7 @@ def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -
     yield made, held(), units.kept_gathered + units.unscattered + units.root_gradients
 
 
-def _parts(run: Run) -> list[Run]:
+def _parts(run: LayerRun) -> list[LayerRun]:
     """Equal layers in a row as the first, those between, and the last: pairs (layer, count)."""
     x, n = run
     return [(x, 1), (x, n - 2), (x, 1)] if n > 2 else [(x, 1)] * n
@@ -270,7 +270,7 @@ class _Units:
       has passed it: it waits for the end, as the root does.
     """
 
-    def __init__(self, runs: Sequence[Run], ranks: Ranks, strategy: Strategy) -> None:
+    def __init__(self, runs: Sequence[LayerRun], ranks: Ranks, strategy: Strategy) -> None:
         (self.ranks, self.expert_ranks), self.strategy = ranks, strategy
         self.on_host = "parameters" in strategy.offload
         self.sends = strategy.by_layer and not strategy.whole_after_backward
