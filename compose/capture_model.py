@@ -67,8 +67,7 @@ def capture_case(
 ) -> StepCapture:
     """Capture one step of a case on fake tensors, or read it from the cache.
 
-    ``shallow``: three layers of every list of equal layers are captured, two of each kind where
-    there are several, and the last; which stand for others is in ``repeats`` and ``order``.
+    ``shallow``: as for ``capture_shortened``.
     """
     from itercast.capture.recorder.cache import cached
 

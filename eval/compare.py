@@ -76,10 +76,10 @@ def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
 
 
 def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows whose model can be built (a known case, or a Hugging Face configuration), completed.
+    """Rows whose model can be built (a case, or a Hugging Face configuration), with defaults.
 
-    How many others are left out is printed. Missing settings get their defaults. ``amp`` of rows
-    with ``zero=`` moves into the plan: FSDP casts what it gathers; others run under autocast.
+    How many others there are is printed. ``amp`` of rows with ``zero=`` moves into the plan: FSDP
+    casts what it gathers; others run under autocast.
     """
     is_known_model = rows["case"].isin(case_names())
     if "hf_config" in rows:

@@ -80,9 +80,9 @@ def _problem(group: Sequence[CaseResult]) -> str:
 
 
 def _cause(group: Sequence[CaseResult], results: Sequence[CaseResult]) -> str:
-    """The likely cause of a group's error, in a sentence or two; ``results``: all of its GPU.
+    """The likely cause of a group's error, in words; ``results``: all iterations on its GPU.
 
-    In this order: noise of the measurement, what the plan adds to one process, a forecast's part.
+    Tried in turn: noise of measuring, what the plan adds to one process, a part of the forecast.
     """
     bias_pct = float(np.median([r.error_pct for r in group]))
     floor_pct = summary(group).get(RETEST, 0.0)

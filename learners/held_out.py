@@ -28,9 +28,8 @@ def held_out_forecasts(
     forecast_us: np.ndarray,
     offsets: Offsets,
 ) -> pd.DataFrame:
-    """A row per held-out row: what was measured, what was forecast, and known about it.
-
-    ``train`` and ``test``: indices of rows; ``forecast_us``: of the test rows.
+    """A row per held-out row (index in ``test``): measured and forecast time, and what may explain
+    it.
 
     ``measured_us`` is at the machine's reference speed. ``outside``: the first feature beyond the
     values of the rows ``train``, empty where all are within. ``neighbour_log2``: distance in log2

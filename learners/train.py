@@ -151,8 +151,8 @@ def train_family(
 def _of_all_rows(learned: Learned, trained: np.ndarray, options: trees.Options) -> FamilyModel:
     """The blend fitted to all rows.
 
-    Its interval is that of errors on rows not fitted to: of cross-validation for the rows
-    ``trained``, of the blend that was fitted to these for the held-out ones.
+    Its interval is by errors on rows that a model did not learn: for the rows ``trained`` in
+    cross-validation, for held-out rows by the blend of the trained ones.
     """
     prepared = learned.prepared
     all_rows = np.arange(len(prepared.kind))
@@ -306,10 +306,10 @@ def train_tables(
 
 
 def joined(bundles: Sequence[Bundle]) -> Bundle:
-    """One bundle of the families of all, the last one's if two have it.
+    """One bundle of all families; the last bundle counts if two have the same one.
 
-    Intervals on unseen GPUs are widened over all of them.
-    ValueError where bundles were trained at different reference speeds of one machine.
+    Intervals on unseen GPUs are widened over all. ValueError where bundles were trained at
+    different reference speeds of one machine.
     """
     gpus = {name: gpu for bundle in bundles for name, gpu in bundle.gpus.items()}
     models = {name: model for bundle in bundles for name, model in bundle.models.items()}

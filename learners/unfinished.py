@@ -46,6 +46,7 @@ def resumed(out: Path, fit_all: FitAll) -> FitAll:
         settings: TrainSettings,
         on_progress: OnProgress | None,
     ) -> Fits:
+        """Yields finished families from disk, then trains the rest and keeps each as it ends."""
         folders = {
             name: place / name / _key(rows, anchors, settings) for name, rows in tables.items()
         }

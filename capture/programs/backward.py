@@ -45,6 +45,7 @@ def backward_passes(around: Callable[[Backward], AbstractContextManager[None]]) 
 
     class Engine(_ImperativeEngine):
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the engine inside ``around``: an outermost backward until its wrapper's ends."""
             arguments = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
             backward = Backward(
                 roots=_tensors(arguments["tensors"]),

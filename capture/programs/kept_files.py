@@ -130,6 +130,7 @@ def _hear_of_files() -> None:
     """
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
+        """Tell the innermost listener what an event will do to a file, before it is done."""
         if not LISTENING or event not in EVENTS:
             return
         kept_files = LISTENING.pop()  # it opens, renames and links files, too

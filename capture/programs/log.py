@@ -271,6 +271,7 @@ class ProgramLog(OpLog):
         self.calls.append(OpCall(op=op, args=args, phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and log an op below autograd; views and questions about tensors take short cuts."""
         if func.namespace == "prim" and not any(map(is_traceable_wrapper_subclass_type, types)):
             return asked_of(func, args, kwargs or {})
         if views_one(func) and is_plain(args[0], self.routing.facts):

@@ -146,6 +146,7 @@ def _starting_tools() -> Callable[..., None]:
     original_init = subprocess.Popen.__init__
 
     def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
+        """As ``Popen.__init__``, for which programs that are no ``TOOLS`` do not exist."""
         if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
             args, options["shell"] = ["echo", _listed_gpus()], False
         programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
@@ -242,6 +243,7 @@ class _Threads(ThreadPoolExecutor):
         initargs: tuple[Any, ...] = (),
         **options: Any,
     ) -> None:
+        """What is said of processes (``mp_context``, ``options``) means nothing to threads."""
         super().__init__(max_workers, "", initializer, initargs)
 
 

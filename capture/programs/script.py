@@ -137,6 +137,7 @@ def capture_script(
     """
 
     def run(rank: int, log: ProgramLog) -> Row:
+        """Run the script as one rank, everything around it emulated; facts of the captured step."""
         with ExitStack() as stack:
             if gpu.kind != "cpu":
                 count = min(per_node, world_size)

@@ -180,6 +180,7 @@ class WholeAttention(TorchFunctionMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Argument:
+        """Log attention whole, also inside ``multi_head_attention_forward``, which calls it."""
         kwargs = kwargs or {}
         if (func is not SDPA and func is not MULTI_HEAD) or self.log.paused:
             return func(*args, **kwargs)

@@ -53,6 +53,7 @@ class _OnCuda(TorchFunctionMode):
         args: Args = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Argument:
+        """Run a function of torch on inputs that are cast as CUDA's autocast casts them."""
         kwargs = dict(kwargs or {})
         if not torch.is_autocast_enabled("cuda"):
             return func(*args, **kwargs)

@@ -62,7 +62,7 @@ def captured(iteration: Iteration) -> ProgramCapture:
 
 
 def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
-    """The result of a plan with the forecast of its captured program in place of the plan's."""
+    """The result of a plan, but forecast as the captured program that runs it."""
     row = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
     sizes: Row = {name: int(row[name]) for name in ("batch", "seq")}
     program = captured(Iteration(case=plan.case, plan=plan.plan, **sizes))
@@ -77,7 +77,7 @@ def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
 
 
 def results(root: Path) -> list[tuple[CaseResult, CaseResult]]:
-    """Of each measured iteration on several ranks the program's result and the plan's.
+    """Pairs of results, program and plan, of each measured iteration on several ranks.
 
     DLRMs with sharded tables are left out.
     """
@@ -100,7 +100,7 @@ def table_of(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> Table:
 
 
 def scores(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> dict[str, dict[str, float]]:
-    """Errors of programs and plans, of all and of those that measuring again confirms."""
+    """Errors of programs and of plans: over all iterations, and over those that repeat well."""
     calm = [(p, plan) for p, plan in pairs if (plan.retest_ape_pct or 0.0) <= DISTURBED_PCT]
     parts = {"all": pairs, f"measured twice within {DISTURBED_PCT:.0f} %": calm}
     errors = {}

@@ -117,7 +117,7 @@ def _updates(one: Calls, two: Calls, layers: int) -> Calls:
 
 
 def steps(models: Sequence[Model], seed: int) -> Iterator[tuple[Model, int, int, str]]:
-    """A model, a batch, a length and a dtype for each step, drawn for each of the models."""
+    """(model, batch, length, dtype) of some steps of each model, drawn at random."""
     dtypes = FACTS["dtypes"]
     for model in models:
         rng = np.random.default_rng([seed, crc32(model.name.encode())])
@@ -165,7 +165,7 @@ def drawn_points(
 
 
 def _near(name: str, points: Sequence[Point], rng: np.random.Generator) -> Point:
-    """A point with up to twice or half the work of one of these, some with an odd size."""
+    """A resized copy of one of these points, with half to twice its work; some get an odd size."""
     point = points[int(rng.integers(len(points)))]
     factor, first_share = float(np.exp2(rng.uniform(-1, 1))), float(rng.random())
     point = families()[name].gpu_sweep.resize(point, factor, first_share)

@@ -20,10 +20,10 @@ def front_of(items: Iterable[Item], room: int) -> Front:
 
 @dataclass(frozen=True, kw_only=True)
 class Front:
-    """Subsets of items within ``room`` bytes that no other one beats in both bytes and time.
+    """Subsets of items within ``room`` bytes that no other subset beats in both bytes and time.
 
-    ``nbytes`` of these subsets rise. ``chosen``: by item, of each subset that stayed after it,
-    which one before it was, counted on where the item was added. ``thinned``: some were left out.
+    ``nbytes`` of these, rising. ``chosen``: by item, how many subsets were there before it, and of
+    each after it which one it was (+ that number with the item). ``thinned``: not all are there.
     """
 
     items: Sequence[Item]
@@ -51,11 +51,10 @@ class Front:
         return cls(items=items, room=room, nbytes=nbytes, chosen=chosen, thinned=thinned)
 
     def best(self, room: int) -> Item:
-        """The items that save most time within ``room`` bytes, as one.
+        """The items that save most time within ``room`` bytes, joined to one.
 
-        Found by walking back through ``Front.of``: after an item, combination ``at`` came from
-        ``kept[at]``, and has the item where that is ``count`` or more. Where combinations were
-        dropped and fewer bytes are asked for, the search runs again.
+        Walks back through ``chosen`` from the largest subset that fits. If subsets were left out
+        and fewer bytes are asked for, searches again.
         """
         if self.thinned and room < self.room:
             return Front.of(self.items, room).best(room)

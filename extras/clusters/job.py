@@ -56,9 +56,9 @@ def crossings(
     axes: Sequence[str],
     sharers: int,
 ) -> list[Crossing]:
-    """What messages of some kinds and axes cross: the slowest link between pairs of groups, if any.
+    """The link that messages of these kinds and axes cross between groups: the slowest of a pair.
 
-    None within a group or a CPU. Pairs that are there several times share their link.
+    Equal pairs share their link. Empty if no pair is of two groups, or all are on one CPU.
     """
     shared = Counter((a, b) for a, b in pairs if a != b and job.joined)
     links = [(job.cluster.link(a, b), n) for (a, b), n in shared.items()]
@@ -80,10 +80,10 @@ def crossings(
 def replicas(
     job: Job, plan: ParallelPlan, split: Sequence[int], taking_part: Sequence[int], away: int = 1
 ) -> list[Rank]:
-    """A rank for each group that takes part, by its number in the cluster.
+    """A rank for each group that takes part (``taking_part``: numbers of groups in the cluster).
 
-    ``split``: samples of a micro-batch, by group. ``away``: of gossip, how far along the ring the
-    neighbour is to which a replica, or a node of replicas, sends.
+    ``split``: samples of a micro-batch, by group. ``away``: under gossip, how many places further
+    in the ring the neighbour is that a replica, or a node of replicas, sends to.
     """
     groups, share = [job.cluster.groups[i] for i in taking_part], plan.participants / plan.dp
     ring, peers, ranks = _pairs(groups, 1), _peers(job, plan), list[Rank]()
@@ -103,7 +103,7 @@ def _pairs(places: Sequence[GpuGroup], away: int) -> list[tuple[GpuGroup, GpuGro
 
 
 def _peers(job: Job, plan: ParallelPlan) -> list[GpuGroup]:
-    """The group of each replica; of each node where those of a node are averaged first."""
+    """The group of each peer that gossips: a replica, or a node whose replicas average first."""
     peers = list[GpuGroup]()
     for group in job.cluster.groups:
         target = job.targets[group.name]
@@ -116,9 +116,9 @@ def _peers(job: Job, plan: ParallelPlan) -> list[GpuGroup]:
 def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], int]]:
     """Kinds of steps that follow each other: share of steps, groups that take part, ``away``.
 
-    By exp2 neighbours are 1, 2, 4... away in turn. Of sampled participants the share of a set of
-    groups is the probability that all of them have some, and no other: of all C(n, k) choices of k
-    among n replicas C(m, k) are within groups of m, less those within fewer of these groups.
+    With exp2 gossip neighbours are 1, 2, 4... away in turn. With sampled participants a set of
+    groups has as share the probability that exactly these have some: of C(n, k) choices of k among
+    n replicas C(m, k) are within groups of m, less those within a smaller set of groups.
     """
     numbers = range(len(job.cluster.groups))
     if plan.gossip == "exp2":

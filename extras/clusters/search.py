@@ -94,10 +94,10 @@ def predict_on_cluster(
 
 
 def plans_on_cluster(job: Job, count: int = 10, amp: bool = False) -> tuple[list[Forecast], int]:
-    """The fastest plans on all groups of a cluster, or on some; how many plans are legal.
+    """The fastest plans on all or some groups of a cluster, and how many plans are legal.
 
-    No plan is faster than were all GPUs of the kind on which it is fastest: plans are simulated in
-    the order of that bound, until the next one is no better than the last of the best.
+    Bound of a plan: its least time if all GPUs were of the kind that runs it fastest. Plans are
+    simulated in the order of bounds, until a bound is no better than the last of the best.
     """
     waiting = list[tuple[float, str, Job, ParallelPlan]]()
     for file in subsets(job.cluster):

@@ -158,6 +158,7 @@ def _twin(target: Target) -> Target:
 
 
 def _doubled(twin: Target) -> Iterator[tuple[str, Target]]:
+    """Yields names and targets: ``twin`` with one rate of the hardware doubled."""
     gpu, host = twin.gpu, twin.host
     yield "memory bandwidth", replace(twin, gpu=_with_doubled(gpu, "hbm_bytes_per_s"))
     rates = ("peak_flops_per_s", "full_rate_flops_per_s", "achieved_flops_per_s")

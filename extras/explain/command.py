@@ -94,7 +94,7 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
 
 
 def _of_script(model: SizedModel, asked: Row) -> Row:
-    """What ``predict`` is asked of a script's model: as it is, but for what is asked for."""
+    """Arguments of ``predict`` for a script's model: as asked, else as the script trains it."""
     plan = ParallelPlan.parse(asked["plan"])
     how = model.settings({**asked, "amp": plan.amp})
     plan = replace(plan, amp=how.pop("amp"))

@@ -56,6 +56,7 @@ def hot_ops(step: StepCapture, target: Target, limit: int) -> list[HotOp]:
 
 
 def _hot_op(one: Priceable, calls: int, time_us: float, target: Target) -> HotOp:
+    """What limits an op that takes ``time_us`` in ``calls`` equal calls."""
     gpu = target.gpu
     compute_us, memory_us = 0.0, 1e6 * one.bytes_moved / gpu.hbm_bytes_per_s
     if one.family is not None and one.params is not None:

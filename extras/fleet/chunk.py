@@ -131,7 +131,7 @@ def _why_refused(order: ChunkOrder) -> str:
 def own_cores(count: int, until: float = math.inf) -> list[int]:
     """Cores that no other chunk on this machine measures on, until this process ends.
 
-    Waits for them until a time in seconds since 1970; then, the first ones of all.
+    Waits for them until a time in seconds since 1970; after that takes the first ones.
     """
     cores = sorted(os.sched_getaffinity(0))
     while time.time() < until:

@@ -39,7 +39,7 @@ class FleetRuns:
             self.client.log_metric(self.run, name, float(value), now)
 
     def log_chunk(self, machines: str, kind: str, result: Facts) -> None:
-        """Log a chunk: a run per family with its rows, failures and the machine that it had."""
+        """Log a chunk of ``kind`` (what it measured) on machines of this name, a run per family."""
         self.results.append(result)
         families = result.get("families") or {kind: 0}
         for family, rows in families.items():

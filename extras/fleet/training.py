@@ -49,6 +49,7 @@ def through_ray(address: str, data: Sequence[str]) -> FitAll:
         settings: TrainSettings,
         progress: OnProgress | None,
     ) -> Fits:
+        """Yields each family's report and bundle as its task ends; the largest begin first."""
         plain = {name: getattr(settings, name) for name in SENT_SETTINGS}
         plain |= {"data": data, "anchors": [[*key, *us] for key, us in anchors.items()]}
         with connected(address) as ray:

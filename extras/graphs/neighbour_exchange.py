@@ -136,7 +136,7 @@ class _Part:
         return 0 if index.numel == self.edges and index.storage not in self.targets else None
 
     def _gathered(self, call: OpCall, reads: int) -> OpCall:
-        """The call on own and halo rows, which an exchange puts together once for a tensor."""
+        """The call on own and halo rows, which are exchanged and joined once for each tensor."""
         x = call.args[reads]
         if x.storage not in self.whole:
             packed, self.whole[x.storage] = self._rows(x), self._rows(x, own=True)
@@ -148,7 +148,7 @@ class _Part:
         return replace(call, args=tuple(args))
 
     def _returned(self, i: int, call: OpCall) -> None:
-        """Backward of such a call: gradients of halo rows return to their ranks, and are added."""
+        """Backward of a gathered call: gradients of halo rows return to their ranks' sums."""
         own = call.outputs[0]
         own_and_halo, received, zeros = (
             self._rows(own, own=True),
@@ -170,7 +170,7 @@ class _Part:
         self._put("aten.add.Tensor", (zeros, zeros), own, call)
 
     def _beside(self, i: int, call: OpCall, reads: int) -> None:
-        """The call on own rows beside the exchange, then on the halo; products are added."""
+        """The call on own rows while the halo is exchanged, then on the halo; sums are added up."""
         x, own = call.args[reads], call.outputs[0]
         if x.storage not in self.whole:
             packed, self.whole[x.storage] = self._rows(x), self._rows(x)
@@ -186,7 +186,7 @@ class _Part:
             self._put("aten.add_.Tensor", (own, replace(own, storage=next(self.ids))), own, call)
 
     def _returned_beside(self, i: int, call: OpCall, reads: int) -> None:
-        """Gradients of halo rows return beside the call on own rows, and are added."""
+        """Gradients of halo rows are sent back while the call runs on own rows, then added."""
         own = call.outputs[0]
         halo_gradients, received = self._rows(own), self._rows(own)
         halo_call = self._part(call, self.remote, self.halo)

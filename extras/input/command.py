@@ -138,9 +138,9 @@ def _print(
 
 
 def _kept(lane: InputLane, step: Consumer, cores: float, tier_gb: float) -> dict[str, Fed]:
-    """The step if reading files took no waits, and if decoded items were kept in memory.
+    """The step with changed loading: files on a fast tier, and decoded items kept in memory.
 
-    Of a tier of ``tier_gb``: the step with the files staged there that are waited for most.
+    With ``tier_gb`` also a tier of that size, with the files that batches wait longest for.
     """
     from itercast.extras.input.pipeline import fed
 

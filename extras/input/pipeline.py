@@ -197,9 +197,9 @@ def on_host(lane: InputLane, node: Node | None) -> InputLane:
 
 
 def consumer(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
-    """A forecast step as a consumer of a lane's batches, which go to the GPU over PCIe.
+    """A forecast step as what takes batches from a lane, by PCIe to a GPU.
 
-    ``samples``: that a rank takes in a step.
+    On a CPU all of the step is the host's work. ``samples``: that a rank takes in a step.
     """
     if target.gpu.kind == "cpu":
         return Consumer(
@@ -246,6 +246,7 @@ def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int
     cores = cores_of_a_rank(lane, target, forecast.world_size)
 
     def iteration_us(step_slower: float, loader_slower: float) -> float:
+        """The iteration if its step and its loader are so many times slower than forecast."""
         held_us = forecast.host_held_us * step_slower
         slower = replace(
             forecast, iteration_us=forecast.iteration_us * step_slower, host_held_us=held_us

@@ -39,8 +39,8 @@ def measure_in_step(
 ) -> tuple[Row, Mapping[str, list[Row]]]:
     """Profile steps of an iteration; returns the columns of its row, and its ops' rows by family.
 
-    Of an op on a GPU the time of its kernels, on a CPU that on the host. ``time_us`` is the sum of
-    a step's ops, ``known_frac`` the share of it that families describe.
+    An op's time is that of its kernels, or on a CPU that on the host. ``time_us`` is the sum over a
+    step's ops, ``known_frac`` the share of it that families describe.
     """
     from itercast.capture.recorder.attention import attention_as  # needs torch
 
@@ -76,8 +76,8 @@ def op_rows(
 ) -> Iterator[Row]:
     """Rows of ops with the iteration that they were part of, and how often a step calls them.
 
-    They are a family of their own, and ``of`` is that of the op: no model of ops that run alone
-    learns from them.
+    They form a family of their own (the op's is in ``of``), so that models of ops that run alone do
+    not learn from them.
     """
     in_iteration = {f"in_{name}": value for name, value in asdict(iteration).items()}
     for family, of_family in rows.items():

@@ -52,14 +52,11 @@ class EmbeddingBag:
     """One call that sums ``lookups`` rows of a (rows, dim) table into ``bags``, or its backward.
 
     ``op``: forward; backward with a dense gradient of the table; or sparse_backward, whose gradient
-    holds a row per lookup.
-
-    The index stream: ``unique`` distinct rows, looked up as often as the histogram ``reuse`` says
-    (see ``itercast.extras.lookups.reuse``). Where ``reuse`` is empty, rows are drawn with
-    the Zipf exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024
-    before. ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows
-    are multiplied by a weight per lookup. ``tables``: as many equal tables are looked up one after
-    the other, as in recommenders; all else is that of one call, and so is the time.
+    holds a row per lookup. ``skew``, ``repeats``, ``unique`` and ``reuse``: the index stream
+    (``itercast.extras.lookups.random_streams``). ``spread``: standard deviation of the bags'
+    lengths over their mean. ``weighted``: rows are multiplied by a weight per lookup. ``tables``:
+    as many equal tables are looked up one after the other, as in recommenders; all else, time
+    included, is that of one call.
     """
 
     op: str

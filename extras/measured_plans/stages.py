@@ -265,7 +265,7 @@ class _Links:
         under_way.append((work, flat))  # the tensor must live until it is sent
 
     def pass_gradients(self, s: int) -> None:
-        """Add the received sum to a stage's gradients; send it on, or average on the last rank."""
+        """Add the received sum to a stage's gradients; send it on; the last rank takes the mean."""
         flat = torch.cat([p.grad.reshape(-1) for p in self.owned[s] if p.grad is not None])
         if self.rank:
             dist.recv(self.sums[s], self.rank - 1, tag=2 * s)

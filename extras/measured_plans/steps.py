@@ -64,7 +64,7 @@ def make_plan_step(
 
 
 def _averaged(step: Callable[[], None], model: Any, plan: ParallelPlan) -> Callable[[], None]:
-    """A step of local SGD: in each of ``plan.local`` one averages the parameters of all ranks."""
+    """A step of local SGD: every ``plan.local``-th one averages the parameters over all ranks."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     if plan.outer:
@@ -155,6 +155,7 @@ def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Micro]:
 
 
 def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Micro]:
+    """The model inside DDP; only the last micro-batch reduces gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # lazy, as above
     from torch.nn.parallel import DistributedDataParallel
 
@@ -180,6 +181,7 @@ def _mesh(plan: ParallelPlan, device: str) -> DeviceMesh:
 
 
 def _sharded(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> tuple[Any, Micro]:
+    """The model under FSDP2, layer by layer; with zero=1 the last micro-batch alone reduces."""
     from torch.distributed.fsdp import fully_shard  # lazy, as above
 
     for layer in numbered_layers(model):

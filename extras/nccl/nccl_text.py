@@ -60,8 +60,8 @@ class Log:
 def parse_text(text: str) -> list[Log]:
     """Parse the runs in a text output, whatever a launcher or collector writes before its lines.
 
-    A run begins with a command, a header or a head that comes after rows, and with sizes that do
-    not grow; such a one without a header of its own is of no known collective.
+    A run begins at a command or header after rows of another, or where sizes stop growing; in the
+    latter case, without a header of its own, its collective is unknown.
     """
     logs = [Log()]
     for at, line in enumerate(text.splitlines(), start=1):
@@ -165,6 +165,7 @@ def _factor_fits(log: Log) -> bool:
 
 
 def _header(log: Log, line: str) -> None:
+    """Note what a line of the header or the footer states, if it is one."""
     if found := re.search(r"(\w{1,40})_perf\b", line):
         log.named.append(found[1])
         log.collective = found[1]
@@ -194,8 +195,7 @@ def version(code: int) -> str:
 def _row(log: Log, at: int, words: Sequence[str], kind: int) -> None:
     """Add the times of one line, at the positions that the table's head states.
 
-    Of a line whose rates are not its size over its times, or that is longer than the head, parts
-    are lost.
+    If its rates are not size / time, or it has more words than the head, parts are lost: no row.
     """
     tail = words[kind + 1 :]
     size = whole(words[_first(log, words, kind)])
@@ -274,6 +274,7 @@ def parse_json(text: str) -> Log:
 
 
 def _result(log: Log, at: int, result: Facts) -> None:
+    """Add the rows of one message size in a JSON report, or count why there are none."""
     dtype, size = DTYPES.get(text_of(result.get("type"))), whole(result.get("size"))
     both = (result.get("out_of_place"), result.get("in_place"))
     found = [(i == 1, part) for i, part in enumerate(both) if isinstance(part, Mapping)]

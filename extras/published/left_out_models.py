@@ -54,11 +54,11 @@ def run_models_left_out(
 ) -> Iterator[LineResult]:
     """Errors of each line on each of its sources' rows, without the source and with it.
 
-    Of a line and source at most ROWS rows are judged, drawn at random. Of a source that nothing was
-    fitted on both errors are the same. Where the shipped bundle holds rows of
-    a source, forecasts without it are those of a bundle that is trained quickly on at most
-    KNOWN_ROWS rows of a family, of the other sources. A line that calibrates its forecasts on some
-    of its models does so with the source alone.
+    At most ROWS rows of a line and source are judged, drawn at random. If nothing was fitted on a
+    source both errors are the same. If the shipped bundle holds rows of it, forecasts without it
+    are by a bundle that is trained quickly on at most KNOWN_ROWS rows of a family, of other
+    sources. A line that calibrates its forecasts on some models does so only in forecasts with the
+    source.
     """
     fitted = fitted_sources(assumptions()) | TRAINED_ON
     for source in sorted({str(s) for x in lines for s in x.rows["source"].unique()}):

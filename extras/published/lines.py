@@ -107,6 +107,7 @@ class OpLine:
             yield Split(part=part, known=~(held if self.rest_known else mine), held=held)
 
     def _folds(self, rows: Rows) -> Iterator[Split]:
+        """Splits that hold out a fifth of the groups, or each fifth in turn (``all_folds``)."""
         scored, group = selected(rows, self.scored), _codes(rows, self.folds)
         names = permuted(np.unique(group))
         for fold in range(FOLDS if self.all_folds else 1):

@@ -151,10 +151,10 @@ def last_rank_bytes(step: StepCapture, target: Target) -> int:
 
 
 def timed_us(asked: Facts, found: Forecast, ahead: Forecast | None = None) -> float:
-    """What was timed of a step, of what comes after ``ahead``: its kernels where the device timed.
+    """The time that a published measurement of ``found`` covers, less that of what comes before it.
 
-    triton's do_bench zeroes FLUSH bytes before each call, while the host launches what is timed
-    (triton/testing.py). The device waits where the host takes longer than that and the kernels.
+    A host's timer measures the iteration, a device's the kernels. triton's do_bench first zeroes
+    FLUSH bytes, while the host launches: the device waits only for what the host takes longer.
     """
     before = (ahead.compute_us, ahead.host_us, ahead.iteration_us) if ahead else (0.0, 0.0, 0.0)
     if asked.get("timer") != "device":
@@ -267,7 +267,7 @@ def coverage(line: ModelLine, rows: Rows) -> dict[str, float]:
 
 
 def judged(line: ModelLine, rows: Rows) -> Rows:
-    """The rows that a line is judged on: without those that calibrate it or fit its hosts."""
+    """The rows that a line is judged on: none that calibrates it, or that a host is fitted to."""
     if line.fits_hosts:
         return rows[~line.fits(rows)].reset_index(drop=True)
     if not line.calibrated:

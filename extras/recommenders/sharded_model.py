@@ -75,9 +75,8 @@ class Table:
 class RankingModel:
     """A DLRM (arXiv:1906.00091) to be sharded; ``batch`` is samples of each rank.
 
-    ``bottom`` and ``top`` are the hidden widths of the two perceptrons, by default those of
-    facebookresearch/dlrm for Criteo Kaggle. Pooled vectors of all tables have ``dim`` elements, as
-    the interaction needs them.
+    ``bottom``, ``top``: as of ``DenseDlrm``, by default as facebookresearch/dlrm for Criteo Kaggle.
+    Pooled vectors of all tables have ``dim`` elements, as the interaction needs them.
     """
 
     batch: int

@@ -211,7 +211,7 @@ def _coalesced(p: SparseUpdate) -> list[Part]:
 
 
 def _hottest(p: SparseUpdate) -> float:
-    """Lookups of the row that is looked up most: the mean, or 1 / sum of ranks ** -skew of all."""
+    """Lookups of the hottest row: all / sum of ranks ** -skew, but at least the mean of rows."""
     mean = p.lookups / max(1.0, float(unique_rows(p)))
     ranks = np.arange(1, min(p.rows, RANKS) + 1, dtype=float)
     total = float((ranks**-p.skew).sum())

@@ -54,7 +54,7 @@ class _Running:
 
 
 def replay_elastic(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -> Replay:
-    """Run all jobs, dealt anew at each arrival and end."""
+    """Run all jobs; at each arrival and end GPUs are dealt to jobs anew."""
     coming = sorted(jobs, key=lambda job: job.arrival_s)
     inside, now_s, gpu_s = list[_Running](), 0.0, 0.0
     completion_s, ends_s = list[float](), list[float]()
@@ -83,7 +83,7 @@ def replay_elastic(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -
 
 
 def best_places(running: Sequence[_Running], cluster: Mapping[str, int]) -> list[Place]:
-    """The places of jobs with which the sum of their speeds over the asked ones is largest.
+    """The places of jobs that maximise the sum of their speeds, each over the job's asked speed.
 
     An exact dynamic programme over the jobs and the numbers of GPUs of each kind that are used.
     """
@@ -108,9 +108,9 @@ def best_places(running: Sequence[_Running], cluster: Mapping[str, int]) -> list
 
 
 def _shifted(best: np.ndarray, kinds: Sequence[str], place: Place) -> np.ndarray:
-    """The table ``best`` (sums of speeds, an axis per kind: GPUs in use) after a job got ``place``.
+    """``best`` (sums of speeds by GPUs in use, an axis per kind) with ``place`` in use, too.
 
-    Each sum is found at as many GPUs more of that kind; -inf where there are fewer.
+    -inf where fewer are in use than those.
     """
     gpu, count = place
     if not count:

@@ -109,6 +109,7 @@ def read_trace(path: Path, rates: Rates, cluster: Mapping[str, int]) -> list[Job
 
 
 def _job(line: str, rates: Rates, cluster: Mapping[str, int]) -> Job:
+    """The job in a line; ValueError for a wrong line, or if it runs on no GPU of the cluster."""
     fields = line.split("\t")
     if len(fields) != FIELDS:
         raise ValueError(f"{FIELDS} fields separated by tabs, got {len(fields)}")

@@ -42,8 +42,8 @@ NAMES = (*POLICIES, ELASTIC)
 def replay(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -> Replay:
     """Run all jobs under a policy.
 
-    Whenever a job arrives or ends, all waiting jobs are placed anew, each on the GPUs that are free
-    first; those whose turn is now start.
+    Whenever a job arrives or ends, all waiting jobs are planned anew, each on the GPUs that are
+    free first; those that can start now do.
     """
     if name == ELASTIC:
         return replay_elastic(jobs, cluster, name)
@@ -81,7 +81,7 @@ def replay(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -> Replay
 def _place(
     job: Job, free_s: Mapping[str, list[float]], now_s: float, policy: Policy
 ) -> tuple[str, float]:
-    """The kind of GPU for a job, and when so many of it are free."""
+    """Kind of GPU for a job, and when enough of it are free."""
     starts_s = {gpu: max(now_s, sorted(free_s[gpu])[job.gpus - 1]) for gpu in job.seconds_on}
     known = {gpu: job.seconds_on[gpu] if policy.knows else 0.0 for gpu in starts_s}
     return min(starts_s.items(), key=lambda item: item[1] + known[item[0]])

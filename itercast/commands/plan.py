@@ -114,7 +114,7 @@ def plan(
 
 
 def _unusual(facts: Row, plan: ParallelPlan, gpu: Gpu) -> list[str]:
-    """What of the asked step is unusual, a line each.
+    """What is unusual about the step, in lines for the user.
 
     A script in fp32 that lets torch round products to TF32 is taken as one in tf32.
     """
@@ -174,9 +174,9 @@ def _open(model: Any, gpu: str, gpus: int, **options: Any) -> tuple[Search, Targ
 def _on_cluster(
     question: Question, path: Path, asked: Row, begin: float, *, alone: bool
 ) -> tuple[Row, list[Forecast]]:
-    """All options with their values, and forecasts of the best plans on a file's cluster.
+    """All options with their values, and forecasts of the best plans on a cluster file's GPUs.
 
-    ``begin``: when the command began; ``alone``: none of the options was given that exclude it.
+    ``begin``: when the command began; ``alone``: no option was given that excludes --cluster.
     """
     if not alone:
         excluded = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
@@ -193,10 +193,10 @@ def _on_cluster(
 def with_lengths(
     model: Any, reports: Sequence[Forecast], *, batch: int, node: str, amp: bool, **options: Any
 ) -> list[Forecast]:
-    """Forecast the plans with sequences of unlike lengths, the fastest first.
+    """Forecast plans anew with sequences of unlike lengths; returns them fastest first.
 
-    Those that need sequences of one length are left out; ValueError where all do. ``amp`` and
-    ``node`` are part of the plans.
+    Plans that need equal lengths are left out; ValueError if all do. ``amp`` and ``node`` are part
+    of the plans.
     """
     from itercast.capture.plan import ParallelPlan
     from itercast.compose.predict import predict

@@ -134,7 +134,7 @@ def run(
 
 
 def _refuse_gpus_behind(script: Sequence[str], words: Sequence[str]) -> None:
-    """ValueError if ``--gpu`` behind a script names GPUs of itercast, which no script knows."""
+    """ValueError if ``--gpu`` of itercast was given after the script, which would get it."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--gpu", "--gpus"):
         parser.add_argument(name, nargs="?", default="")
@@ -335,8 +335,8 @@ def _notes(row: ScriptForecast) -> list[str]:
 def _batches_that_fit(row: ScriptForecast) -> float:
     """A lower bound of how many times a rank's batch fits into its GPU's memory.
 
-    (room - held) / (peak - held), in bytes: memory beyond what is held all through a step grows
-    with the batch. Activations do; gradients do not, so that more may fit.
+    (room - held) / (peak - held), in bytes: what is not held all through a step is taken to grow
+    with the batch. Activations do; gradients do not, so more may fit.
     """
     forecast, held_bytes = row.forecast, row.captured.program.held_bytes
     room_bytes = max(0, forecast.memory_room_bytes - held_bytes)

@@ -142,10 +142,10 @@ def searched(
     gpus: int = 8,
     module: bool = False,
 ) -> Iterator[tuple[Any, Row]]:
-    """The model whose plans are searched, and where it is a script's: facts of it, else none.
+    """The model whose plans are searched; for a script also facts of it, else none.
 
-    A script's process runs until this context ends: as the only one, or as one of ``gpus`` where
-    it needs several.
+    The script's process runs until this context ends, as a single one or, if it needs several, as
+    one of ``gpus``.
     """
     if not (module or question.case.endswith(".py")):
         if arguments:

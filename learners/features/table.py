@@ -78,11 +78,10 @@ def isin(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
 
 
 def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
-    """FLOP / peak in us of FLOP that no kernel avoids (``least_flops``), or that a card halves.
+    """A lower bound in us: FLOP that no kernel avoids (``least_flops``) at the GPU's peak.
 
-    GeForce cards halve the rate of products that accumulate in fp32 on tensor cores: in such dtypes
-    their peak is limited below their tensor cores' rate, which rooflines assume. 0 where neither
-    holds.
+    On GeForce cards also all FLOP of products that accumulate in fp32 on tensor cores: these cards
+    halve their rate, which rooflines do not. 0 where neither holds.
     """
     bound_us = np.zeros(len(rows))
     for name in rows["gpu"].unique():

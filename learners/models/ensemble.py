@@ -200,7 +200,7 @@ def refit(table: Table, options: Options, crossed: CrossFit) -> Ensemble:
 
 
 def _with_new_columns(settings: ProcessSettings | None, table: Table) -> ProcessSettings | None:
-    """The settings, learned again if columns vary in this table that did not in the first."""
+    """The settings, learned anew if this table varies in columns that were constant before."""
     if settings is None or table.origin:
         return settings
     scales = initial_length_scales(table.x)

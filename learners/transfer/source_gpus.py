@@ -85,7 +85,7 @@ class SourceGpus:
         return same_kind or self.measured
 
     def _of_vendor(self, gpu: Gpu) -> Measured:
-        """The vendor's own among these GPUs, where two architectures have rows; else all.
+        """The vendor's own measured GPUs if of several architectures, else those of all vendors.
 
         Each vendor's libraries have kernels of their own.
         """
@@ -162,9 +162,8 @@ class SourceGpus:
     def covers(self, gpu: Gpu, op: str, dtype: str) -> bool:
         """Whether measured rows say how fast an op is on a GPU: its own, or its source GPUs'.
 
-        Ops measured on two architectures or more, of those that lend rows to this GPU, are covered
-        everywhere. An op measured on one architecture alone covers GPUs of that generation and the
-        next to it: for others, rows of other ops that were measured there say more.
+        Rows of two architectures or more (``_of_vendor``) cover every GPU. Rows of one cover GPUs
+        of that generation and the next to it; elsewhere rows of other ops say more.
         """
         dtype, lenders = EQUAL_SPEED_DTYPE.get(dtype, dtype), self._of_vendor(gpu)
         with_op = [name for name, by_dtype in lenders.items() if op in by_dtype.get(dtype, {})]
@@ -272,9 +271,9 @@ class SourceGpus:
         return np.asarray(np.exp(np.bincount(row, np.concatenate(weights) * log_us, len(x))))
 
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
-        """Arithmetic rate (``_vector_rate``) of the source GPU over that of each row's own GPU.
+        """By row, arithmetic rate (``_vector_rate``) of the source GPU over that of the row's GPU.
 
-        Convolutions move by it, too: what they take beyond the roofline does not shrink with faster
+        Convolutions scale by it too: their time beyond the roofline does not shrink with faster
         tensor cores.
         """
         codes, distinct = pd.factorize(query.gpu)
@@ -293,10 +292,11 @@ class SourceGpus:
     def _features_on(
         self, x: np.ndarray, query: QueryRows, roofline_us: np.ndarray, source: Source
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the rows as if they ran on the source GPU under its software; their rooflines.
+        """Encode the rows as if they ran on the source GPU under its software; also their
+        rooflines.
 
-        By the roofline alone these are of the rows' own GPU, and families whose tiles are counted
-        keep its features, but the GPU's name.
+        By roofline alone these are those of the rows' own GPU, and families of tiles keep all
+        features but the names of GPU and software.
         """
         gpu, stack, by_roofline = source
         family, stand_in = query.family, query.stood_in
@@ -324,10 +324,10 @@ class SourceGpus:
 def _moved_us(
     ratio: np.ndarray, source_us: np.ndarray, own_us: np.ndarray, slower: np.ndarray
 ) -> np.ndarray:
-    """Time on a GPU of kernels that take ``ratio`` of their roofline on a source GPU, in us.
+    """Time in us on a GPU of kernels that take ``ratio`` times their roofline on a source GPU.
 
-    A kernel at REACHED of its roofline is bound by it. Of a slower one the rest is work of its SMs,
-    of which memory hides a part; on the GPU it takes ``slower`` times as long, whatever its memory.
+    Up to 1 / REACHED the roofline is the bound. Beyond it the rest is work of the SMs, ``slower``
+    times as long on the GPU, partly hidden behind memory:
 
         time ** OVERLAP = (roofline / REACHED) ** OVERLAP + rest ** OVERLAP
     """
@@ -340,8 +340,8 @@ def _moved_us(
 def _is_by_roofline(family: Family, source: Gpu, gpu: Gpu) -> bool:
     """Whether a family's ops take the same multiple of their roofline on both GPUs.
 
-    So do kernels that multiply tiles on tensor cores of another architecture, whose waste scales
-    with their peak; and messages, of which no SM sets the pace.
+    Kernels of tiles on tensor cores of another architecture do, whose waste scales with the peak,
+    and messages, whose pace no SM sets.
     """
     on_tensor_cores = family.tiled or family.by_roofline
     return family.ranks > 1 or (on_tensor_cores and source.architecture != gpu.architecture)

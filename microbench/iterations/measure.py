@@ -147,7 +147,7 @@ class BuiltIteration:
         return {}
 
     def _attempt(self, act: Callable[[], Row]) -> Row:
-        """What ``act`` returns; a failure is returned, then and whenever asked again."""
+        """What ``act`` returns, or the columns of its failure, kept so that nothing runs again."""
         from itercast.capture.recorder.attention import attention_as  # needs torch
 
         try:

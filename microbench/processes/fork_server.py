@@ -139,7 +139,7 @@ def _serve(main: Callable[..., int], requests: socket.socket) -> None:
 
 
 def _watched(main: Callable[..., int], request: int, out: int, err: int, status_pipe: int) -> int:
-    """Fork once more, for the call; tell its number and, once its group is killed, its end."""
+    """Fork the call's process; tell its number, wait, kill its group, tell how it ended."""
     pid = os.fork()
     if pid == 0:
         os.close(status_pipe)

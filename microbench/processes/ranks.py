@@ -124,9 +124,8 @@ def _back_to_back(run: Callable[[], object]) -> Timing:
 def _between_layers(run: Callable[[], object], waits: bool) -> Timing:
     """Time of a call in us between layers of a few ms; SAMPLES samples, each a mean of calls.
 
-    Most calls wait little for other ranks, a few long, and a step has the sum of its calls, so that
-    means count. A call adds to a step its mean over ranks or, without ``waits``, its time on the
-    rank that arrives last.
+    Means, as a few calls wait long for other ranks and a step has the sum of its calls. It is the
+    mean over ranks or, if it should not include waiting (``waits``), on the rank that arrives last.
     """
     layer = _layer()
 

@@ -103,7 +103,7 @@ def collect(
 
 
 def of_all(progress: Progress | None, rows_before: int, begin_s: float, whole_s: float) -> Progress:
-    """A phase's progress as that of all phases: with ``rows_before`` it, the share of all time."""
+    """A function that shows one phase's progress as that of the whole sweep."""
 
     def show(rows: int, _: float) -> None:
         if progress:

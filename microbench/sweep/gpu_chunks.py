@@ -268,10 +268,10 @@ class Chunk:
             point.starved[cache] = unstarved_samples[0].starved and not point.synchronises
 
     def _queue(self, point: Measured, cold: bool, repetitions: int) -> list[Launched]:
-        """Queue samples until ``repetitions`` have not starved, twice as many at most.
+        """Queue samples until ``repetitions`` of them did not starve, at most twice as many.
 
-        After each that starved (the device waited for the host) the sleep before samples doubles.
-        Ops that synchronise get no sleep and no further samples: the host waits anyway.
+        A sample starves if the device waits for the host; the sleep before samples then doubles.
+        Ops that make the host wait get no sleep and no further samples.
         """
         host_us = 0.0 if point.synchronises else statistics.median(point.launches_us)
         queued: list[Launched] = []
@@ -308,7 +308,7 @@ class Chunk:
             point.facts = kernel_facts(kernels)
 
     def _rows(self, sweep: Sweep, shared: Row, wall_s: float) -> list[Row]:
-        """Rows of all points; the chunk's time is divided among them as they kept the host busy."""
+        """Rows of all points; each costs as much of the chunk's time as it kept the host busy."""
         status = "throttled" if is_throttled(shared) else "ok"
         later = {id(chosen) for chosen in self.later}
         points = [p for p in self.points if id(p.chosen) not in later]

@@ -45,6 +45,7 @@ class _Copies(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run a function of torch; log the copy that it would be on a machine with a GPU."""
         kwargs = kwargs or {}
         if self.reducing and func is torch.Tensor.to and args[1:] == (CPU,):
             moved = func(*args, **kwargs)

@@ -26,6 +26,7 @@ def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
         whole = module.Dataset.map
 
         def map_(dataset: Any, *args: Any, **options: Any) -> Any:
+            """As ``Dataset.map``; a function that computes on the GPU gets ``ROWS`` rows."""
             if len(dataset) <= ROWS or not log.live_bytes:
                 return whole(dataset, *args, **options)
             few = {**options, "num_proc": None, "load_from_cache_file": False}

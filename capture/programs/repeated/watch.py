@@ -1,17 +1,15 @@
 """Runs some passes of micro-batches and some of a model's equal layers: others repeat these.
 
-Two passes in a row that launch the same, given the same, show what the next ones launch, on other
-memory. A script that accumulates gradients calls its model many times before its optimizer steps:
-its Python and ops outside the model run each time, while what the model launches, forward and
-backward, is repeated after two alike, while its inputs but for their values, its attributes, and
-the gradients that it adds to stay as they were. One with hooks inside, whose Python may do
-anything, runs each time, but for those of forward that use their arguments alone. Numbers that
-neither the host reads nor a shape depends on may differ, as tokens do. Without gradients, as while
-a policy is rolled out, a pass has no backward to be shown.
+A script that accumulates gradients calls its model many times before its optimizer steps. Once two
+passes in a row launched the same, the model no longer runs: its launches, forward and backward, are
+logged again on other memory, while the script's Python around it runs each time. For that, inputs
+(but for numbers that neither the host reads nor a shape depends on), attributes, and the gradients
+that it adds to have to stay as they were. A model with hooks inside runs each time, unless they are
+forward hooks that use their arguments alone. Without gradients there is no backward to be shown.
 
-The first layers of each kind run in each step, to show it, and so do the last, as backward comes to
-them first. Hooks on a layer, and on its parameters, run each time: what DDP and FSDP do. A layer
-whose launches wait for some outside it, or that has hooks inside, runs each time.
+Of equal layers the first few run in each step, and the last, which backward comes to first. Hooks
+on a layer, and on its parameters, run each time: what DDP and FSDP do. A layer runs each time if
+its launches wait for some outside it, or if it has hooks inside.
 """
 
 from __future__ import annotations

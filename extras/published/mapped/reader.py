@@ -132,7 +132,7 @@ def _counted(collector: RowCollector, cells: Cells, rows: pd.DataFrame) -> pd.Da
 
 
 def _hit(cells: Cells, skip: Skip) -> Any:
-    """Whether each line is to be left out."""
+    """Whether each line passes the test of ``skip``, and so is left out."""
     if skip.test in ("is", "is_not"):
         return cells.texts(skip.column).isin(skip.value) == (skip.test == "is")
     if skip.test == "differs":

@@ -197,6 +197,7 @@ def parquet_columns(path: Path) -> list[str]:
 
 
 def _parsed(data: bytes, needed: Sequence[str], optional: Sequence[str]) -> pd.DataFrame:
+    """Columns of a Parquet file: numbers as numbers, others as text; raises Unreadable."""
     import pyarrow as pa  # lazy: most importers do without
     import pyarrow.parquet as pq
 

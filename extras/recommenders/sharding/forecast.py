@@ -163,10 +163,10 @@ class Forecaster:
 
 
 def left_us(lookup_us: Sequence[float], ranks_per_core: float) -> float:
-    """What the slowest rank gains by cores that ranks with fewer lookups leave to it.
+    """By how much the slowest rank is shorter, as ranks with fewer lookups leave it their cores.
 
-    The step has its work as if all ranks shared the cores all the time; but they are busy no longer
-    than with the work of all, and it has at most a core for itself.
+    Its forecast is as if all ranks shared the cores to its end. But they are busy only as long as
+    the work of all takes, and a rank uses one core at most.
     """
     slowest, mean = max(lookup_us), sum(lookup_us) / len(lookup_us)
     return ranks_per_core * slowest - max(slowest, ranks_per_core * mean)

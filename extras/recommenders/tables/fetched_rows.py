@@ -54,7 +54,7 @@ def draws_of(rows: int, unique: float, skew: float) -> float:
 
 
 def missed_rows(shard: Shard, lookup: Lookup, ranks: int) -> tuple[float, float]:
-    """Rows that lookups for the samples of all ranks read from a shard's tier; distinct ones."""
+    """(rows, distinct rows) that lookups for the samples of all ranks read from a shard's tier."""
     table, samples = lookup.table, lookup.samples_of(shard, ranks)
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     facts = shard_stream(table, shard.rows, samples) or {"skew": table.stream.skew}
@@ -104,9 +104,9 @@ def fetched_us(held: Sequence[tuple[Shard, Lookup]], ranks: int, optimizer: str,
 def with_frozen_tables_in(
     capture: StepCapture, tier: str, cached: float
 ) -> tuple[StepCapture, dict[str, int]]:
-    """The step with its frozen tables in a tier, and what it holds less of their bytes.
+    """The step with its frozen tables in a tier, and by how many bytes that lowers its memory.
 
-    Each lookup waits for the rows that the cache lacks. Such tables are features of vertices.
+    Each lookup first fetches rows that the cache lacks. Such tables hold features of vertices.
     """
     tables = [t for t in captured_tables(capture) if t.parameter.ready_after < 0]
     if not tables:

@@ -84,10 +84,10 @@ def balanced(
     limit_bytes: float,
     state: float = 0.0,
 ) -> Sharding:
-    """Spreads tables and cuts those on the slowest rank until no further cut makes it faster.
+    """Spreads tables, and cuts those on the slowest rank as long as that makes it faster.
 
-    ``ways`` are those of each table. A cut that costs more in all is worth it only where its
-    shards cost less; the slowest rank never has less than the mean of all.
+    ``ways``: how each table can be placed. A way with more cost in all counts only if each shard
+    costs less. No cut helps once the slowest rank has the mean of all.
     """
     finer = [_finer(mine) for mine in ways]
     at = [0] * len(tables)
@@ -126,7 +126,7 @@ def _spread(
     limit_bytes: float,
     state: float,
 ) -> tuple[Sharding, np.ndarray, np.ndarray]:
-    """Tables by falling cost of a shard on the ranks that spent least so far; cost and bytes."""
+    """Place tables by falling cost, on ranks that spent least; also cost and bytes by rank."""
     spent, used = np.zeros(ranks), np.zeros(ranks)
     found: dict[int, Placement] = {}
     for i in sorted(range(len(tables)), key=lambda i: (-ways[i].cost, -tables[i].nbytes)):

@@ -144,6 +144,7 @@ def _parquet(path: Path) -> list[Lookups]:
 
 
 def _tensors(path: Path) -> list[Lookups]:
+    """Lookups of each table in a file of ``torch.save``; ValueError for other content."""
     unpickling: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

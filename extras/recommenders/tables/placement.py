@@ -101,6 +101,7 @@ def check_sharding(
 
 
 def _problem(table: Table, place: Placement, world_size: int, per_node: int) -> str:
+    """What is wrong with a placement, by what is allowed; empty if nothing is."""
     ranks, kind = place.ranks, place.kind
     if kind not in KINDS:
         return f"allowed kinds are {', '.join(KINDS)}"

@@ -198,7 +198,7 @@ class _CallsOfTables:
 
     @classmethod
     def of(cls, capture: StepCapture, spread: Sequence[CapturedTable]) -> _CallsOfTables:
-        """Those of a captured step."""
+        """Find the calls and places of these tables in a captured step."""
         calls, looked_up = capture.calls, sorted({x.call for t in spread for x in t.lookups})
         gradients = gradient_calls(capture, spread)
         pooled = [calls[i].outputs[0] for i in looked_up]
@@ -244,9 +244,7 @@ def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
     gone |= {"module_call": lookups, "autograd_node": max(0, lookups - len(step.own))}
     host = {name: max(0, n - gone.get(name, 0)) for name, n in made.host.items()}
     host[REPEATED] = sum(step.work.small_ops.values())
-    if step.work.small_ops and any(
-        back for _, back in step.own
-    ):  # their own backward and optimizer
+    if step.work.small_ops and any(back for _, back in step.own):  # own backward and update
         host["backward"] = host.get("backward", 0) + 1
         if update_of(step.capture.optimizer) == "sgd":
             host["sgd_step"] = host.get("sgd_step", 0) + len(step.own)

@@ -135,9 +135,9 @@ class ShardTimes:
         return self.tiered(found, state, limit_bytes)
 
     def tiered(self, sharding: Sharding, state: float, limit_bytes: float) -> Sharding:
-        """The sharding with tables in host memory as long as a rank's GPU holds too much.
+        """The sharding with tables moved to host memory until each GPU has room for the rest.
 
-        One step caches less of the table of the fullest rank that this costs least per byte.
+        A step caches less of one table of the fullest rank: where that costs least per byte.
         """
         listed, found = [t.table for t in self.tables], list(sharding)
         if self.book.gpu.pcie_bytes_per_s == 0:

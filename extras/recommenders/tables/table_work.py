@@ -1,8 +1,4 @@
-"""What sharded embedding tables add to a rank's step: lookups, updates, copies and messages.
-
-Copies around messages are those of ``itercast.extras.recommenders.sharded_dlrm``, on a CPU with
-its ops of one element per sample.
-"""
+"""What sharded embedding tables add to a rank's step: lookups, updates, copies and messages."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def resize(p: IndexOp, factor: float, first_share: float) -> IndexOp:
-    """Grows the leading axes where there are any; else indices, the joined or cut axis, or rows."""
+    """Grows the leading axes if there are any; else indices, the joined or cut axis, or rows."""
     if p.outer > 1:
         return scale_axes(p, factor, 1.0, {"outer": MAX_NUMEL})
     if p.op in INDEXED:

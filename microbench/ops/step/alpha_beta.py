@@ -134,8 +134,8 @@ def floor_us(p: Point, gpu: Gpu) -> Values:
     """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
     Trees and switches fill first (``_filling_us``). On a CPU: bytes through memory, plus
-    ``cpu_step_us`` * log2(n); groups with less than a core for each rank take turns. There what is
-    sent one way alone, by every second rank, has half the copies.
+    ``cpu_step_us`` * log2(n); groups take turns if ranks have less than a core each. There a send
+    in one direction, by every second rank, makes half the copies.
     """
     if gpu.kind == "cpu":
         steps, cores = np.log2(np.maximum(p.world_size, 2)), max(1, gpu.sm_count)
