@@ -179,9 +179,7 @@ class ProgramLog(OpLog):
 
     @contextmanager
     def reading_copies(self) -> Iterator[None]:
-        """Let ops inside read copies on the GPU of tensors in host memory; else the CPU runs ops
-        on such tensors.
-        """
+        """Let ops inside read copies on the GPU of tensors in host memory, not run on the CPU."""
         before, self.reads_copies = self.reads_copies, True
         try:
             yield
