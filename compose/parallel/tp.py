@@ -193,7 +193,7 @@ class _TensorParallel:
         return changed(t, storage=self.copies[key])
 
     def _embedding(self, i: int, call: OpCall) -> None:
-        """Cuts a look-up in a table cut by vocabulary, or its gradient; others read all tokens."""
+        """Cuts a look-up in a table by vocabulary, or its gradient; others get all tokens."""
         out, indices = call.outputs[0], call.args[1].storage
         if call.op == "aten.embedding.default":
             cut = self.roles.get(call.args[0].storage) == "vocabulary"

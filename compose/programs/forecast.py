@@ -30,7 +30,7 @@ from itercast.compose.target import Target
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
-    """The forecast of one step in a steady state: the second of two that follow each other."""
+    """The forecast of one step in a steady state: of two that follow each other, the second."""
     ranks, book, cores_frac = priced_program(program, target)
     runs, iteration_us = simulate_program(ranks, book.contention, cores_frac)
     slowest = max(ranks, key=lambda r: covered_us(lane_spans(runs[r])["compute"]))
@@ -58,7 +58,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         samples=batch.samples,
         tokens=batch.tokens,
     )
-    held_us = iteration_us - runs[slowest].queued_us
+    held_us = iteration_us - runs[slowest].queued_us  # the GPU computes the rest by itself
     notes = (batch.note,) if batch.note else ()
     forecast = replace(forecast, host_held_us=held_us, notes=notes)
     trains = any(step.host.get("backward") for step in program.ranks.values())

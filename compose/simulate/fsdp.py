@@ -107,7 +107,7 @@ class Unit:
 
     @cached_property
     def hooks(self) -> dict[float, tuple[PricedOp, Work]]:
-        """Host time of a layer's hooks (op and work) by the share of them that runs in a pass."""
+        """Host time of a layer's hooks, as op and work, by the share that a pass runs (1: both)."""
         (x,), strategy = self.layers, self.rank.strategy
         event = "fsdp_layer" if strategy.regather else "fsdp_layer_kept"
         count = len(x.layer.trained if strategy.frozen_whole else x.layer.replicated)
@@ -177,8 +177,8 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     """Add the backward of one micro-batch under FSDP.
 
     ``scatter``: gradients are reduce-scattered after it; ``later``: they are added to those of
-    earlier micro-batches. Before a layer's backward the next one is asked for, so that its gather
-    is ahead of the scatter after it; on a CPU where it is needed.
+    earlier micro-batches. A layer's gather is launched before the backward of the layer above, so
+    that it is ahead of that one's scatter; on a CPU, where nothing overlaps, after it.
     """
     layers, strategy = list(reversed(program.rank.layers)), program.strategy
     sent, copies = _gathered_again(program, layers[:1])

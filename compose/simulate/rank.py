@@ -111,7 +111,11 @@ class Lanes:
         return after
 
     def work(self, work: Work, name: str) -> None:
-        """Add ops in a row; they start when compute is free and awaited messages have arrived."""
+        """Add ops in a row; they start when compute is free and awaited messages have arrived.
+
+        A ``path`` task, on its own lane, is their time from the first launch if launches are the
+        bound.
+        """
         if work == Work():
             return
         if work.steps:

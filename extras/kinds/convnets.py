@@ -27,16 +27,16 @@ class Excitation(nn.Module):
 class Inverted(nn.Module):
     """Inverted residual block: 1x1 to four times the channels, depthwise 3x3, gate, 1x1 back."""
 
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
+    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
         super().__init__()
-        wide = 4 * inside
+        wide = 4 * c_in
         depthwise = nn.Conv2d(wide, wide, 3, stride, padding=1, groups=wide, bias=False)
         self.layers = nn.Sequential(
-            *(convolution(inside, wide, 1), nn.SiLU()),
+            *(convolution(c_in, wide, 1), nn.SiLU()),
             *(depthwise, nn.BatchNorm2d(wide), nn.SiLU()),
-            *(Excitation(wide, inside // 4), convolution(wide, outside, 1)),
+            *(Excitation(wide, c_in // 4), convolution(wide, c_out, 1)),
         )
-        self.residual = inside == outside and stride == 1
+        self.residual = c_in == c_out and stride == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, inside, h, w) to (batch, outside, h / stride, w / stride)."""
@@ -50,9 +50,9 @@ class EfficientNet(nn.Module):
     def __init__(self, widths: tuple[int, ...], depth: int, classes: int) -> None:
         super().__init__()
         layers: list[nn.Module] = [convolution(3, widths[0], 3, 2), nn.SiLU()]
-        for inside, outside in pairwise(widths):
-            layers.append(Inverted(inside, outside, 2))
-            layers += [Inverted(outside, outside, 1) for _ in range(depth - 1)]
+        for c_in, c_out in pairwise(widths):
+            layers.append(Inverted(c_in, c_out, 2))
+            layers += [Inverted(c_out, c_out, 1) for _ in range(depth - 1)]
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], classes)
 
@@ -99,12 +99,12 @@ class ConvNext(nn.Module):
 class DenseBlock(nn.Module):
     """Dense block: each layer reads the concatenated outputs of all before (arXiv:1608.06993)."""
 
-    def __init__(self, inside: int, growth: int, depth: int) -> None:
+    def __init__(self, c_in: int, growth: int, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(
-                *(nn.BatchNorm2d(inside + i * growth), nn.ReLU()),
-                *(convolution(inside + i * growth, 4 * growth, 1), nn.ReLU()),
+                *(nn.BatchNorm2d(c_in + i * growth), nn.ReLU()),
+                *(convolution(c_in + i * growth, 4 * growth, 1), nn.ReLU()),
                 nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
             )
             for i in range(depth)
@@ -166,9 +166,9 @@ class WaveNet(nn.Module):
 class Double(nn.Module):
     """Two 3x3 convolutions, each with batch norm and ReLU."""
 
-    def __init__(self, inside: int, outside: int) -> None:
+    def __init__(self, c_in: int, c_out: int) -> None:
         super().__init__()
-        self.first, self.second = convolution(inside, outside, 3), convolution(outside, outside, 3)
+        self.first, self.second = convolution(c_in, c_out, 3), convolution(c_out, c_out, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, inside, h, w) to (batch, outside, h, w)."""

@@ -12,13 +12,13 @@ from itercast.capture.step import Inputs
 class TimedBlock(nn.Module):
     """Residual block of two convolutions after group norms, with the time embedding added."""
 
-    def __init__(self, inside: int, outside: int, time: int) -> None:
+    def __init__(self, c_in: int, c_out: int, time: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(8, inside), nn.GroupNorm(8, outside)
-        self.first = nn.Conv2d(inside, outside, 3, padding=1)
-        self.second = nn.Conv2d(outside, outside, 3, padding=1)
-        self.time = nn.Linear(time, outside)
-        self.shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+        self.norm1, self.norm2 = nn.GroupNorm(8, c_in), nn.GroupNorm(8, c_out)
+        self.first = nn.Conv2d(c_in, c_out, 3, padding=1)
+        self.second = nn.Conv2d(c_out, c_out, 3, padding=1)
+        self.time = nn.Linear(time, c_out)
+        self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(batch, inside, h, w) and (batch, time) to (batch, outside, h, w)."""

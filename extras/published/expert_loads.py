@@ -39,10 +39,10 @@ def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: fl
 
 
 def summed(p: Point, counts: Mapping[str, Count]) -> dict[str, Column]:
-    """Sums over the busiest rank's experts of functions of their tokens, by name; means of draws.
+    """By name, ``counts`` summed over the busiest rank's experts, a value per row of p; means of
+    draws.
 
-    ``counts``: functions of (an array of tokens of experts, all tokens). One value per row of p, of
-    which many rows share theirs.
+    ``counts``: functions of (tokens of each expert, all tokens). Equal rows are computed once.
     """
     facts = (p.tokens, p.experts, p.topk, p.local, p.skew)
     rows = np.broadcast_arrays(*(np.asarray(fact, dtype=float) for fact in facts))

@@ -45,27 +45,27 @@ class Vit(nn.Module):
         return self.leave(self.through(self.enter(images), self.blocks))
 
 
-def convolution(inside: int, outside: int, kernel: int, stride: int = 1) -> nn.Sequential:
+def convolution(c_in: int, c_out: int, kernel: int, stride: int = 1) -> nn.Sequential:
     """A convolution without bias, followed by batch norm."""
-    conv = nn.Conv2d(inside, outside, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outside))
+    conv = nn.Conv2d(c_in, c_out, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(c_out))
 
 
 class Residual(nn.Module):
     """Residual block, relu(x + f(x)): f is two 3x3 convolutions, or a 1x1, 3x3, 1x1 bottleneck."""
 
-    def __init__(self, inside: int, width: int, stride: int, bottleneck: bool) -> None:
+    def __init__(self, c_in: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
-        outside = 4 * width if bottleneck else width
+        c_out = 4 * width if bottleneck else width
         if bottleneck:
-            first = [convolution(inside, width, 1), convolution(width, width, 3, stride)]
-            last = convolution(width, outside, 1)
+            first = [convolution(c_in, width, 1), convolution(width, width, 3, stride)]
+            last = convolution(width, c_out, 1)
         else:
-            first = [convolution(inside, width, 3, stride)]
-            last = convolution(width, outside, 3)
+            first = [convolution(c_in, width, 3, stride)]
+            last = convolution(width, c_out, 3)
         self.first, self.last = nn.ModuleList(first), last
-        changes = stride != 1 or inside != outside
-        self.shortcut = convolution(inside, outside, 1, stride) if changes else nn.Identity()
+        changes = stride != 1 or c_in != c_out
+        self.shortcut = convolution(c_in, c_out, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, inside, h, w) to (batch, outside, h / stride, w / stride)."""
@@ -84,15 +84,15 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = convolution(3, width, 7, stride=2)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
-        blocks, inside = [], width
+        blocks, c_in = [], width
         for number, depth in enumerate(stages):
             inner = width * 2**number
             for index in range(depth):
                 stride = 2 if index == 0 and number > 0 else 1
-                blocks.append(Residual(inside, inner, stride, bottleneck))
-                inside = 4 * inner if bottleneck else inner
+                blocks.append(Residual(c_in, inner, stride, bottleneck))
+                c_in = 4 * inner if bottleneck else inner
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inside, classes)
+        self.head = nn.Linear(c_in, classes)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, h, w) to (batch, classes)."""

@@ -117,8 +117,8 @@ def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
 
 
 class _Opening(Pickler):
-    """Takes a value apart: ``leaves`` are its tensors, and what is left as it is, each once; and
-    its integers. Objects that are ``known`` by their ids are leaves, too.
+    """Takes a value apart: ``leaves`` are its tensors and similar objects, each once, its integers,
+    and objects whose ids are ``known``.
     """
 
     def __init__(self, made: BytesIO, known: Collection[int]) -> None:
@@ -126,7 +126,7 @@ class _Opening(Pickler):
         self.known, self.numbers, self.leaves = known, dict[Any, int](), list[Any]()
 
     def persistent_id(self, one: Any) -> int | None:
-        """The number of a leaf; None for what is looked into."""
+        """The number of a leaf; None for a container or object, which is pickled part by part."""
         if isinstance(one, torch.nn.Module):
             raise PicklingError
         if type(one) is int:

@@ -204,7 +204,7 @@ class Measured:
     def launched(
         self, calls: list[Any], results: Any, numbers: list[int], forward: Launched | None = None
     ) -> Launched:
-        """End measuring: what the log got since; ``calls`` have names for numbers (``Numbers``)."""
+        """End measuring: what the log got since; ``calls``: its calls, renamed by ``Numbers``."""
         log = self.log
         log.measuring.remove(self)
         return Launched(

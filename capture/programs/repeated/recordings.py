@@ -33,8 +33,8 @@ from itercast.capture.programs.repeated.passes import (
 class Recording:
     """Notes what backward launches of a pass, from the gradient of its output on.
 
-    ``output``: its number among the tensors returned. ``apart``: where launches begin and end that
-    are left out, since they are made for each pass.
+    ``output``: its number among the tensors returned. ``apart``: begin and end of launches that are
+    left out, as each pass makes them itself (those of gradient hooks).
     """
 
     def __init__(self, log: ProgramLog, kind: Kind, forward: Launched, names: Numbers) -> None:
@@ -57,7 +57,7 @@ class Recording:
         self.number = self.names.of(self.log.storage(gradients[at]))
 
     def end(self, *result: Any) -> None:
-        """Keep what was launched; ``result``: the form of a gradient returned, and its storage.
+        """Note what was launched; ``result``: form and storage of the gradient returned, if any.
 
         A ``ReachedGradient`` stands for the calls of each parameter that are left out.
         """

@@ -285,7 +285,7 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
 
 
 def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool:
-    """Whether call i becomes part of a kernel; ``reads``: whether it reads a result of it.
+    """Whether call i becomes part of a kernel; ``reads``: it reads a result of the kernel.
 
     ``last``: the last call that may be fused with it.
     """

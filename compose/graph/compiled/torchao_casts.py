@@ -75,7 +75,7 @@ class _Casts:
         self.builder.done(i)
 
     def copy(self, t: TensorSpec, user: OpCall) -> int:
-        """Storage of the fp8 copy of ``t`` that the product ``user`` reads, made at first use."""
+        """Storage of the fp8 copy of ``t`` that ``user`` reads, made at first use."""
         key = (t.storage, user.phase == "backward")
         if key not in self.copies:
             if t.storage not in self.sources:

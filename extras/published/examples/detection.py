@@ -31,26 +31,24 @@ class Ssd(nn.Module):
         self.stem, self.pool = convolution(3, 64, 7, 2), nn.MaxPool2d(3, stride=2, padding=1)
         stages = ((64, 64, 3, 1), (256, 128, 4, 2), (512, 256, 6, 1))
         blocks: list[nn.Module] = []
-        for inside, width, depth, stride in stages:
-            blocks.append(Residual(inside, width, stride, True))
+        for c_in, width, depth, stride in stages:
+            blocks.append(Residual(c_in, width, stride, True))
             blocks += [Residual(4 * width, width, 1, True) for _ in range(depth - 1)]
         self.base = nn.Sequential(*blocks)
         self.more = nn.ModuleList()
-        for number, (inner, (inside, outside)) in enumerate(
-            zip(INNER, pairwise(OUTER), strict=True)
-        ):
+        for number, (inner, (c_in, c_out)) in enumerate(zip(INNER, pairwise(OUTER), strict=True)):
             last: tuple[int, int] = (2, 1) if number < HALVED else (1, 0)
-            self.more.append(self._map(inside, inner, outside, *last))
+            self.more.append(self._map(c_in, inner, c_out, *last))
         sizes = list(zip(OUTER, BOXES, strict=True))
         self.where = nn.ModuleList(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in sizes)
         self.what = nn.ModuleList(nn.Conv2d(c, classes * n, 3, padding=1) for c, n in sizes)
 
     @staticmethod
-    def _map(inside: int, inner: int, outside: int, stride: int, padding: int) -> nn.Sequential:
+    def _map(c_in: int, inner: int, c_out: int, stride: int, padding: int) -> nn.Sequential:
         return nn.Sequential(
-            *(convolution(inside, inner, 1), nn.ReLU(inplace=True)),
-            nn.Conv2d(inner, outside, 3, stride, padding, bias=False),
-            *(nn.BatchNorm2d(outside), nn.ReLU(inplace=True)),
+            *(convolution(c_in, inner, 1), nn.ReLU(inplace=True)),
+            nn.Conv2d(inner, c_out, 3, stride, padding, bias=False),
+            *(nn.BatchNorm2d(c_out), nn.ReLU(inplace=True)),
         )
 
     def forward(

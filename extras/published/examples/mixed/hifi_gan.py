@@ -24,10 +24,10 @@ SCALES = (  # of a discriminator of waves: outputs, kernel, stride, groups
 MEL_WEIGHT = 45
 
 
-def conv1d(inside: int, outside: int, kernel: int, dilation: int = 1) -> nn.Module:
+def conv1d(c_in: int, c_out: int, kernel: int, dilation: int = 1) -> nn.Module:
     """A convolution with weight norm that keeps the length."""
     padding = (kernel - 1) * dilation // 2
-    layer = nn.Conv1d(inside, outside, kernel, padding=padding, dilation=dilation)
+    layer = nn.Conv1d(c_in, c_out, kernel, padding=padding, dilation=dilation)
     return weight_norm(layer)
 
 
@@ -77,23 +77,23 @@ class Generator(nn.Module):
 
 
 class Judge(nn.Module):
-    """Convolutions over a wave, folded to rows of ``period`` or not; every map is given back."""
+    """A discriminator of waves, folded to rows of ``period`` unless 0; returns all its maps."""
 
     def __init__(self, period: int = 0) -> None:
         super().__init__()
-        self.period, inside = period, 1
+        self.period, c_in = period, 1
         layers: list[nn.Module] = []
         if period:
-            for outside, stride in ((32, 3), (128, 3), (512, 3), (1024, 3), (1024, 1)):
-                layers.append(nn.Conv2d(inside, outside, (5, 1), (stride, 1), (2, 0)))
-                inside = outside
-            layers.append(nn.Conv2d(inside, 1, (3, 1), padding=(1, 0)))
+            for c_out, stride in ((32, 3), (128, 3), (512, 3), (1024, 3), (1024, 1)):
+                layers.append(nn.Conv2d(c_in, c_out, (5, 1), (stride, 1), (2, 0)))
+                c_in = c_out
+            layers.append(nn.Conv2d(c_in, 1, (3, 1), padding=(1, 0)))
         else:
-            for outside, kernel, stride, groups in SCALES:
+            for c_out, kernel, stride, groups in SCALES:
                 padding = kernel // 2
-                layers.append(nn.Conv1d(inside, outside, kernel, stride, padding, 1, groups))
-                inside = outside
-            layers.append(nn.Conv1d(inside, 1, 3, padding=1))
+                layers.append(nn.Conv1d(c_in, c_out, kernel, stride, padding, 1, groups))
+                c_in = c_out
+            layers.append(nn.Conv1d(c_in, 1, 3, padding=1))
         self.layers = nn.ModuleList(weight_norm(layer) for layer in layers)
 
     def forward(self, x: Tensor) -> list[Tensor]:

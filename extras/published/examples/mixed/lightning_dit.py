@@ -55,7 +55,7 @@ class LightningDit(nn.Module):
         self.leave = nn.Linear(WIDTH, CHANNELS)
 
     def forward(self, noise: Tensor, latents: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Latents (batch, channels, side, side) to the loss: squares and angles that are left."""
+        """The loss of latents (batch, channels, side, side): square error, and 1 - cosine."""
         share = times[:, None, None, None]
         mixed, target = share * latents + (1 - share) * noise, latents - noise
         x = self.enter(mixed).flatten(2).transpose(1, 2) + self.places

@@ -27,17 +27,17 @@ class Pair(nn.Module):
         return x + self.parts(x)
 
 
-def activated(inside: int, outside: int) -> tuple[nn.Module, nn.Module]:
+def activated(c_in: int, c_out: int) -> tuple[nn.Module, nn.Module]:
     """A 3x3 convolution with batch norm, and ReLU."""
-    return convolution(inside, outside, 3), nn.ReLU(inplace=True)
+    return convolution(c_in, c_out, 3), nn.ReLU(inplace=True)
 
 
 def resnet9(batch: int) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     """The network, images and the sum of their cross-entropies."""
     layers = [*activated(3, WIDTHS[0])]
-    for number, (inside, outside) in enumerate(pairwise(WIDTHS)):
-        layers += [*activated(inside, outside), nn.MaxPool2d(2)]
-        layers += [Pair(outside)] if number != 1 else []
+    for number, (c_in, c_out) in enumerate(pairwise(WIDTHS)):
+        layers += [*activated(c_in, c_out), nn.MaxPool2d(2)]
+        layers += [Pair(c_out)] if number != 1 else []
     layers += [nn.MaxPool2d(4), nn.Flatten(), nn.Linear(WIDTHS[-1], 10, bias=False)]
     labels = torch.randint(0, 10, (batch,))
 

@@ -31,8 +31,8 @@ class BarlowTwins(nn.Module):
         super().__init__()
         self.backbone = backbone()
         parts: list[nn.Module] = []
-        for inside in (FEATURES, width):
-            parts += [nn.Linear(inside, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(True)]
+        for c_in in (FEATURES, width):
+            parts += [nn.Linear(c_in, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(True)]
         self.projector = nn.Sequential(*parts, nn.Linear(width, width, bias=False))
         self.norm = nn.BatchNorm1d(width, affine=False)
 

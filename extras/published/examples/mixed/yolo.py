@@ -14,10 +14,10 @@ MATCHED = 100  # anchors of an image and a map that hold an object: some 10 obje
 WEIGHTS = (4.0, 1.0, 0.4)  # of the objectness of the three maps
 
 
-def conv(inside: int, outside: int, kernel: int = 1, stride: int = 1) -> nn.Sequential:
+def conv(c_in: int, c_out: int, kernel: int = 1, stride: int = 1) -> nn.Sequential:
     """A convolution without bias, batch norm and SiLU."""
-    layer = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False)
-    return nn.Sequential(layer, nn.BatchNorm2d(outside), nn.SiLU(inplace=True))
+    layer = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(c_out), nn.SiLU(inplace=True))
 
 
 class Step(nn.Module):
@@ -35,12 +35,12 @@ class Step(nn.Module):
 class Split(nn.Module):
     """Half of the channels through steps, half past them."""
 
-    def __init__(self, inside: int, outside: int, depth: int, beside: bool = True) -> None:
+    def __init__(self, c_in: int, c_out: int, depth: int, beside: bool = True) -> None:
         super().__init__()
-        half = outside // 2
-        self.first, self.second = conv(inside, half), conv(inside, half)
+        half = c_out // 2
+        self.first, self.second = conv(c_in, half), conv(c_in, half)
         self.steps = nn.Sequential(*(Step(half, beside) for _ in range(depth)))
-        self.joined = conv(2 * half, outside)
+        self.joined = conv(2 * half, c_out)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inside, h, w) to (batch, outside, h, w)."""
@@ -76,8 +76,8 @@ class Yolo(nn.Module):
         self.upper = nn.ModuleList((Split(1024, 512, 3, False), Split(512, 256, 3, False)))
         self.halved = nn.ModuleList((conv(256, 256, 3, 2), conv(512, 512, 3, 2)))
         self.lower = nn.ModuleList((Split(512, 512, 3, False), Split(1024, 1024, 3, False)))
-        outside = ANCHORS * (CLASSES + 5)
-        self.heads = nn.ModuleList(nn.Conv2d(width, outside, 1) for width in (256, 512, 1024))
+        c_out = ANCHORS * (CLASSES + 5)
+        self.heads = nn.ModuleList(nn.Conv2d(width, c_out, 1) for width in (256, 512, 1024))
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(batch, 3, 640, 640) to three of (batch, anchors, h, w, classes + 5)."""

@@ -15,13 +15,13 @@ GROUPS = 32  # of channels, in each norm
 class ResidualPart(nn.Module):
     """Two 3x3 convolutions, each behind a norm and SiLU; the time's vector is added between."""
 
-    def __init__(self, inside: int, outside: int, time: int, dropped: float) -> None:
+    def __init__(self, c_in: int, c_out: int, time: int, dropped: float) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(GROUPS, inside), nn.GroupNorm(GROUPS, outside)
-        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
-        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
-        self.time, self.dropout = nn.Linear(time, outside), nn.Dropout(dropped)
-        self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+        self.norm1, self.norm2 = nn.GroupNorm(GROUPS, c_in), nn.GroupNorm(GROUPS, c_out)
+        self.conv1 = nn.Conv2d(c_in, c_out, 3, padding=1)
+        self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1)
+        self.time, self.dropout = nn.Linear(time, c_out), nn.Dropout(dropped)
+        self.skip = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """(batch, inside, h, w) to (batch, outside, h, w)."""
@@ -113,34 +113,34 @@ class DenoisingUnet(nn.Module):
         self.times = nn.Sequential(nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time))
         self.stem = nn.Conv2d(channels, base, 3, padding=1)
 
-        def part(inside: int, outside: int, level: int) -> Level:
+        def part(c_in: int, c_out: int, level: int) -> Level:
             chosen = head_width if level in attended else 0
-            return Level(ResidualPart(inside, outside, time, dropped), outside, chosen, context)
+            return Level(ResidualPart(c_in, c_out, time, dropped), c_out, chosen, context)
 
-        self.down, self.up, kept, inside = nn.ModuleList(), nn.ModuleList(), [base], base
+        self.down, self.up, kept, c_in = nn.ModuleList(), nn.ModuleList(), [base], base
         for level, width in enumerate(widths):
             for _ in range(2):
-                self.down.append(part(inside, width, level))
-                inside = width
-                kept.append(inside)
+                self.down.append(part(c_in, width, level))
+                c_in = width
+                kept.append(c_in)
             if level < len(widths) - 1:
-                self.down.append(nn.Conv2d(inside, inside, 3, stride=2, padding=1))
-                kept.append(inside)
+                self.down.append(nn.Conv2d(c_in, c_in, 3, stride=2, padding=1))
+                kept.append(c_in)
         self.middle = nn.ModuleList(
             (
-                Level(ResidualPart(inside, inside, time, dropped), inside, head_width, context),
-                Level(ResidualPart(inside, inside, time, dropped), inside, 0, context),
+                Level(ResidualPart(c_in, c_in, time, dropped), c_in, head_width, context),
+                Level(ResidualPart(c_in, c_in, time, dropped), c_in, 0, context),
             )
         )
         for level, width in reversed(list(enumerate(widths))):
             for _ in range(3):
-                self.up.append(part(inside + kept.pop(), width, level))
-                inside = width
+                self.up.append(part(c_in + kept.pop(), width, level))
+                c_in = width
             if level:
-                self.up.append(nn.Conv2d(inside, inside, 3, padding=1))
+                self.up.append(nn.Conv2d(c_in, c_in, 3, padding=1))
         self.norm, self.head = (
-            nn.GroupNorm(GROUPS, inside),
-            nn.Conv2d(inside, channels, 3, padding=1),
+            nn.GroupNorm(GROUPS, c_in),
+            nn.Conv2d(c_in, channels, 3, padding=1),
         )
 
     def forward(

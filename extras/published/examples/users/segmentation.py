@@ -16,29 +16,29 @@ STAGES = ((1, 1), (2, 1), (1, 2), (1, 4))  # stride and dilation
 AUXILIARY = 0.4  # weight of the second head's loss
 
 
-def dilated(inside: int, outside: int, stride: int, dilation: int, groups: int = 1) -> nn.Module:
+def dilated(c_in: int, c_out: int, stride: int, dilation: int, groups: int = 1) -> nn.Module:
     """A 3x3 convolution without bias, followed by batch norm."""
     places = {"padding": dilation, "dilation": dilation, "groups": groups}
-    conv = nn.Conv2d(inside, outside, 3, stride, bias=False, **places)  # type: ignore[arg-type]
-    return nn.Sequential(conv, nn.BatchNorm2d(outside))
+    conv = nn.Conv2d(c_in, c_out, 3, stride, bias=False, **places)  # type: ignore[arg-type]
+    return nn.Sequential(conv, nn.BatchNorm2d(c_out))
 
 
-def separable(inside: int, outside: int, dilation: int = 1) -> nn.Module:
+def separable(c_in: int, c_out: int, dilation: int = 1) -> nn.Module:
     """A depthwise 3x3 convolution and a 1x1 one, each with batch norm and ReLU."""
-    depthwise = dilated(inside, inside, 1, dilation, inside)
-    return nn.Sequential(depthwise, nn.ReLU(True), convolution(inside, outside, 1), nn.ReLU(True))
+    depthwise = dilated(c_in, c_in, 1, dilation, c_in)
+    return nn.Sequential(depthwise, nn.ReLU(True), convolution(c_in, c_out, 1), nn.ReLU(True))
 
 
 class Bottleneck(nn.Module):
     """ResNet's block of 1x1, 3x3 and 1x1 convolutions, the 3x3 one dilated."""
 
-    def __init__(self, inside: int, width: int, stride: int, dilation: int) -> None:
+    def __init__(self, c_in: int, width: int, stride: int, dilation: int) -> None:
         super().__init__()
-        self.first = convolution(inside, width, 1)
+        self.first = convolution(c_in, width, 1)
         self.second = dilated(width, width, stride, dilation)
         self.last = convolution(width, 4 * width, 1)
-        same = inside == 4 * width
-        self.shortcut = nn.Identity() if same else convolution(inside, 4 * width, 1, stride)
+        same = c_in == 4 * width
+        self.shortcut = nn.Identity() if same else convolution(c_in, 4 * width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inside, h, w) to (batch, 4 width, h / stride, w / stride)."""
@@ -102,13 +102,13 @@ class Segmentation(nn.Module):
             *(nn.Sequential(convolution(a, b, 3, s), nn.ReLU(True)) for a, b, s in parts),
             nn.MaxPool2d(3, stride=2, padding=1),
         )
-        self.stages, inside = nn.ModuleList(), 64
+        self.stages, c_in = nn.ModuleList(), 64
         for number, (depth, (stride, dilation)) in enumerate(zip(stages, STAGES, strict=True)):
             width = 64 * 2**number
-            shapes = [(inside, stride)] + [(4 * width, 1)] * (depth - 1)
+            shapes = [(c_in, stride)] + [(4 * width, 1)] * (depth - 1)
             blocks = [Bottleneck(a, width, s, dilation) for a, s in shapes]
             self.stages.append(nn.Sequential(*blocks))
-            inside = 4 * width
+            c_in = 4 * width
         self.head = Pyramid() if head == "psp" else Atrous()
         self.dropout = nn.Dropout2d(0.1)
         self.pixels = nn.Conv2d(WIDTH, classes, 1)
