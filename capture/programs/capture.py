@@ -40,6 +40,7 @@ from itercast.capture.programs.objects import Mailbox, objects_through
 from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.fold import folded
+from itercast.capture.programs.repeated.passes import stood_for
 from itercast.capture.programs.repeated.watch import Repeats
 from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.recorder.fake_patches import (
@@ -124,9 +125,9 @@ def _capture_rank(
         stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
         with log:
             fields = run(rank, log) or {}
-    networks = tuple(log.networks)
+    networks, calls = tuple(log.networks), folded(log.calls, partial(stood_for, log=log))
     return CapturedRank(
-        step=StepCapture(calls=tuple(folded(log.calls)), host=log.host, networks=networks),
+        step=StepCapture(calls=tuple(calls), host=log.host, networks=networks),
         peak_bytes=log.peak_bytes,
         least_bytes=log.least_bytes,
         grouped=log.grouped,

@@ -12,6 +12,7 @@ from itercast.capture.programs.program import AGAIN
 from itercast.capture.programs.repeated.sizes import without_sizes
 
 KEPT = 3  # of those alike: one after others, one that is repeated, one before others
+PASS = "itercast.pass"  # a call that stands for many ``launches``
 BLOCK = 13  # growing parts for which one stands: an odd number, so that these have odd sizes, too
 
 
@@ -34,14 +35,23 @@ def again(times: int) -> OpCall:
     return OpCall(op=AGAIN, args=(times,))
 
 
-def folded(calls: Sequence[OpCall]) -> list[OpCall]:
+def folded(
+    calls: Sequence[OpCall], stood_for: Callable[[OpCall], Sequence[OpCall]]
+) -> list[OpCall]:
     """The launches of a step, equal micro-batches kept once; a mark stands before each micro-batch.
 
-    Marks of passes without gradients (with number 0) are used if fewer launches are left by them.
+    ``stood_for`` says what a call of ``PASS`` stands for. Marks of passes without gradients (with
+    number 0) are used if fewer launches are left by them.
     """
     marks = {call.args[0] for call in calls if call.op == AGAIN}
     unmarked = ([c for c in calls if c.op != AGAIN or c.args[0] >= least] for least in marks)
-    return min(map(_folded, unmarked), key=len, default=list(calls))
+    left = min(map(_folded, unmarked), key=_launches, default=list(calls))
+    return [x for call in left for x in (stood_for(call) if call.op == PASS else [call])]
+
+
+def _launches(calls: Sequence[OpCall]) -> int:
+    """How many launches these calls stand for."""
+    return sum(call.kwargs.get("launches", 1) for call in calls)
 
 
 def _folded(calls: Sequence[OpCall]) -> list[OpCall]:

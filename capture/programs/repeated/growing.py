@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
+from itercast.capture.opcall import OpCall
 from itercast.capture.programs.repeated.passes import Kind, Launched
 from itercast.capture.programs.repeated.sizes import with_sizes, without_sizes
 
@@ -95,7 +96,9 @@ class Growth:
         return cls(first=sizes[0], by=steps[0], reads=reads, like=like, calls=calls, others=rest)
 
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
-        """What a pass launches whose inputs have these sizes; None where they grow otherwise."""
+        """What a pass launches whose inputs have these sizes, without its calls; None where they grow
+        otherwise.
+        """
         sizes = [*sizes, *summary(numbers if self.reads else None)]
         grown = [now - first for now, first in zip(sizes, self.first, strict=True)]
         n, rest = max(divmod(int(a), int(b)) for a, b in zip(grown, self.by, strict=True) if int(b))
@@ -104,11 +107,16 @@ class Growth:
         results, most_bytes, kept_bytes = self.others(n)
         return replace(
             self.like,
-            calls=[law(n) for law in self.calls],
+            law=self,
+            number=n,
             results=results,
             most_bytes=most_bytes,
             kept_bytes=kept_bytes,
         )
+
+    def launches(self, number: int) -> list[OpCall]:
+        """The calls of a pass of this number."""
+        return [law(number) for law in self.calls]
 
     def confirms(self) -> bool:
         """Count a pass; whether it is one of those that run to confirm the law."""

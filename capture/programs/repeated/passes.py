@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import torch
 
-from itercast.capture.opcall import OpCall, changed
+from itercast.capture.opcall import OpCall, TensorSpec, changed
 from itercast.capture.programs.backward import LASTING
 from itercast.capture.programs.gpus.devices import parts
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import HOST_WAIT, RECORD, WAIT
-from itercast.capture.programs.repeated.fold import renumbered
+from itercast.capture.programs.repeated.fold import PASS, renumbered
 from itercast.capture.programs.repeated.forms import Form, Given, UnlikeError, closed, unlogged
 from itercast.capture.programs.repeated.holders import holders, put
 from itercast.capture.recorder.watch import MadeBy
@@ -47,7 +47,8 @@ class Launched:
 
     ``numbers``: of the results' storages. ``most_bytes``, ``kept_bytes``: memory that it takes
     meanwhile, and still at its end. ``gpu_ops``: how many ops read a tensor on the GPU.
-    ``forward``: of a backward, what its forward launched.
+    ``forward``: of a backward, what its forward launched. ``law``: that which has the calls of pass
+    ``number``, which are not listed.
     """
 
     calls: list[OpCall | ReachedGradient]
@@ -58,6 +59,8 @@ class Launched:
     kept_bytes: int = field(compare=False)
     gpu_ops: int = field(compare=False)
     forward: Launched | None = None
+    law: Any = field(default=None, compare=False)
+    number: int = field(default=0, compare=False)
 
     def can_repeat(self) -> bool:
         """Whether none of its calls is of a CUDA graph, or of a recurrent network."""
@@ -184,6 +187,29 @@ class Numbers:
         if call.op in POINTED:
             return changed(call, args=(self.of(call.args[0], POINT),))
         return renumbered(call, self.of, compiled=self.of(call.compiled, COMPILED))
+
+
+def stand_in(launched: Launched, inputs: Inputs, made: Sequence[int], log: ProgramLog) -> OpCall:
+    """One call in the log for all of a pass whose launches follow a law; ``made``: its results'
+    storages.
+    """
+    read, written = (
+        tuple(TensorSpec(shape=(), dtype="", storage=number) for number in numbers)
+        for numbers in (inputs.storages, made)
+    )
+    law = {"law": launched.law, "number": launched.number, "launches": len(launched.law.calls)}
+    compiled = log.compiled.running
+    return OpCall(op=PASS, args=read, kwargs=law, outputs=written, module=PASS, compiled=compiled)
+
+
+def stood_for(call: OpCall, log: ProgramLog) -> list[OpCall]:
+    """What a call of ``stand_in`` is for, on new memory."""
+    law = call.kwargs["law"]
+    storages = dict(enumerate((t.storage for t in call.args), NEW))
+    storages |= zip(law.like.numbers, (t.storage for t in call.outputs), strict=True)
+    numbers = Numbers([NEW] * 3, _numbers(log), storages)
+    numbers.maps[COMPILED][NEW] = call.compiled
+    return [numbers.call(one) for one in law.launches(call.kwargs["number"])]
 
 
 def _numbers(log: ProgramLog) -> list[Iterator[int]]:
@@ -336,6 +362,9 @@ class Repetition:
 
     def _launch(self, launched: Launched, gradients: list[Any] | None = None) -> None:
         """Log the calls and host events again; gradients of parameters are put into the list."""
+        if launched.law:
+            made = list(map(self.numbers.of, launched.numbers))
+            self.log.calls.append(stand_in(launched, self.inputs, made, self.log))
         for call in launched.calls:
             if isinstance(call, OpCall):
                 self.log.calls.append(self.numbers.call(call))

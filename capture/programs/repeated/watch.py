@@ -41,7 +41,14 @@ from itercast.capture.programs.repeated.forms import (
 )
 from itercast.capture.programs.repeated.growing import Growth
 from itercast.capture.programs.repeated.holders import content, told, unchanged
-from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
+from itercast.capture.programs.repeated.passes import (
+    Inputs,
+    Kind,
+    Measured,
+    Numbers,
+    Repetition,
+    stand_in,
+)
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
 from itercast.capture.programs.repeated.sizes import without_sizes
 from itercast.capture.programs.trained.bare import is_wrapper
@@ -312,6 +319,8 @@ class Repeats:
         if not graph:
             if is_same and not any(t.requires_grad for t in tensors):
                 kind.note("forward", forward)
+                if forward == kind.expected:
+                    log.calls[measured.start :] = [stand_in(kind.expected, inputs, storages, log)]
                 if isinstance(place, Model):
                     kind.growth = Growth.of([k for k in place.kinds if k.key == kind.key], kind)
         elif isinstance(place, Model) and trained and (place.library or not watched(log, trained)):
@@ -343,7 +352,7 @@ def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[An
     if growth and not kind.shown and (launched := growth[-1].launched(sizes, numbers)):
         if not growth[-1].confirms():
             return Kind(key=key, sizes=sizes, shown={"forward": launched})
-        kind.expected = launched
+        kind.expected = replace(launched, calls=growth[-1].launches(launched.number))
     kinds += [] if found else [kind]
     if grows:
         kinds[:] = [kind for kind in kinds if kind.key[0][0] == key[0][0]]

@@ -9,8 +9,8 @@ import torch
 from test_repeated_layers import Step, captured, launches
 from torch import Tensor, nn
 
-from itercast.capture.programs import capture
 from itercast.capture.programs.program import AGAIN, launch_order
+from itercast.capture.programs.repeated import fold
 
 HEADS, HEAD, PROMPT, ROWS, TOKENS = 2, 4, 5, 3, 64
 WIDTH = HEADS * HEAD
@@ -91,7 +91,7 @@ def test_decoding_is_as_if_all_ran(
     Of the first 64 passes the prompt's runs, four that show the law, and those that confirm it: the
     8th, 16th, 32nd; in the second step the prompt's and the 64th and 128th of both.
     """
-    monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    monkeypatch.setattr(fold, "_folded", lambda calls: [c for c in calls if c.op != AGAIN])
     Decoder.runs, program = 0, partial(generating, Decoder, cached, masked)
     found = captured(program, repeats=True)
     assert Decoder.runs < 2 * 16

@@ -10,8 +10,8 @@ from test_repeated_layers import WIDTH, Layer, Model, Step, captured, launches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from itercast.capture.programs import capture
 from itercast.capture.programs.program import AGAIN
+from itercast.capture.programs.repeated import fold
 
 STEPS = 8  # of a denoising loop
 
@@ -58,7 +58,7 @@ def test_denoising_steps_are_as_if_all_ran(mode: Any, monkeypatch: pytest.Monkey
     """
     program = partial(denoising, Denoiser, mode)
     folded = captured(program, repeats=True)
-    monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    monkeypatch.setattr(fold, "_folded", lambda calls: [c for c in calls if c.op != AGAIN])
     found = captured(program, repeats=True)
     runs, whole = Layer.runs, captured(program, repeats=False)
     assert launches(found) == launches(whole)

@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import save_file
 from small_scripts import ITEM, TRAINING, captured, written
 
-from itercast.capture.programs import capture
 from itercast.capture.programs.program import AGAIN, COLLECTIVE, ProgramCapture, launch_order
+from itercast.capture.programs.repeated import fold
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
@@ -658,7 +658,7 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
     assert (tmp_path / "runs").read_text() == str(3 * 10)
     told, known = launches(once), launches(every)
     assert told == known and [c.args for c in once.ranks[0].calls if c.op == AGAIN] == [(5,), (1,)]
-    monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    monkeypatch.setattr(fold, "_folded", lambda calls: [c for c in calls if c.op != AGAIN])
     unfolded, target = captured(written(tmp_path, text), gpus=2), find_target("h100-sxm-80gb")
     found, whole = (forecast_program(one, target) for one in (once, unfolded))
     assert found.iteration_us == pytest.approx(whole.iteration_us, rel=1e-12)
