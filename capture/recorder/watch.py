@@ -54,23 +54,18 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
     return ready
 
 
-def attributes(model: torch.nn.Module, counted: Collection[str] = ()) -> list[tuple[object, ...]]:
+def attributes(model: torch.nn.Module, counted: Collection[str] = ()) -> list[int]:
     """What modules and objects that they hold have as attributes, by identity and length.
 
     Two results that are equal show that a step between them changed no attribute, but maybe those
     that are ``counted``.
     """
-    buffers = torch.nn.Module.buffers  # Megatron's wrappers have a list of this name
-    held = [
-        (*(v for n, v in vars(m).items() if n not in counted), *buffers(m, recurse=False))
-        for m in model.modules()
-    ]
-    plain = (v for values in held for v in values if hasattr(v, "__dict__"))
+    values = [v for m in model.modules() for n, v in vars(m).items() if n not in counted]
+    values += torch.nn.Module.buffers(model)  # Megatron's wrappers have a list of this name
+    plain = [v for v in values if hasattr(v, "__dict__")]
     helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
-    held += [tuple(vars(v).values()) for v in helpers]
-    return [
-        tuple((id(v), len(v) if isinstance(v, SIZED) else 0) for v in values) for values in held
-    ]
+    values += [v for helper in helpers for v in vars(helper).values()]
+    return [*map(id, values), *(len(v) for v in values if isinstance(v, SIZED))]
 
 
 def accumulates(inputs: object) -> bool:

@@ -96,7 +96,7 @@ class Growth:
         return cls(first=sizes[0], by=steps[0], reads=reads, like=like, calls=calls, others=rest)
 
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
-        """What a pass launches whose inputs have these sizes, without its calls; None where they grow
+        """What a pass launches whose inputs have these sizes, without its calls; None if these grow
         otherwise.
         """
         sizes = [*sizes, *summary(numbers if self.reads else None)]

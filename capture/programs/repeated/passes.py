@@ -138,11 +138,11 @@ class Inputs:
         self.kept: Sequence[Any] = tensors if self.trained is None else ()  # backward may need them
         self.holders = [] if graph else holders((*given[0], *given[1].values()))
         self.numbers = numbers
-        own = [*module.parameters()] if self.trained is not None else []
-        self.parameters = [p for p in own if p.requires_grad]
+        parameters = [*module.parameters()]
+        self.parameters = [p for p in parameters if p.requires_grad and self.trained is not None]
         adds_itself = self.trained is None and torch.is_grad_enabled()
-        gradients = [p.grad for p in module.parameters() if adds_itself and p.grad is not None]
-        every = (*tensors, *module.parameters(), *module.buffers(), *gradients)
+        gradients = [p.grad for p in parameters if adds_itself and p.grad is not None]
+        every = (*tensors, *parameters, *module.buffers(), *gradients)
         self.storages = [log.storage(part) for tensor in every for part in parts(tensor)]
 
 

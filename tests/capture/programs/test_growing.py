@@ -9,6 +9,7 @@ import torch
 from test_repeated_layers import Step, captured, launches
 from torch import Tensor, nn
 
+from itercast.capture.programs import capture
 from itercast.capture.programs.program import AGAIN, launch_order
 from itercast.capture.programs.repeated import fold
 
@@ -99,6 +100,26 @@ def test_decoding_is_as_if_all_ran(
     assert launches(found) == launches(whole)
     assert found.ranks[0].host == whole.ranks[0].host
     assert (found.peak_bytes, found.held_bytes) == (whole.peak_bytes, whole.held_bytes)
+
+
+def test_a_pass_that_follows_a_law_is_one_call_until_it_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By hand: 62 of the second step's 64 passes, of 7 to 68 keys. The prompt's is none, nor the
+    next one, which is given the prompt's cache, laid out otherwise.
+    """
+    found = list[Any]()
+
+    def folded(calls: Any, stood_for: Any) -> Any:
+        found.extend([(c, stood_for(c)) for c in calls if c.op == fold.PASS])
+        return fold.folded(calls, stood_for)
+
+    monkeypatch.setattr(capture, "folded", folded)
+    captured(partial(generating, Decoder), repeats=True)
+    assert len(found) == TOKENS - 2
+    scores = [[c.args[1] for c in launched if c.op == BMM][-2] for _, launched in found]
+    keys = [k.shape[2] for k in scores]
+    assert keys == [*range(PROMPT + 2, PROMPT + TOKENS)]
 
 
 def products(program: Any) -> tuple[int, int]:
