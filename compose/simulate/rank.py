@@ -247,9 +247,10 @@ class Rank:
         return loops and self.book.gpu.kind != "cpu" and not self.strategy.share_update
 
     def scales_loss(self, optimizer: str) -> bool:
-        """Whether gradients are small numbers in fp16, which a scaler of the loss keeps in range.
+        """Whether the loss is scaled, so that small gradients in fp16 do not become zero.
 
-        A GradScaler under autocast; its own one in software that keeps fp32 copies of fp16 weights.
+        By a GradScaler under autocast; by software's own one if it keeps fp32 copies of fp16
+        weights.
         """
         unfused = self.model.graph.unfused
         dtypes = {self.gradient_dtype, once_of(unfused)("half", partial(half_dtype, unfused))}

@@ -130,7 +130,7 @@ class RankUpdate(RankTasks):
         self.lanes.on_host(replace(op, duration_us=op.duration_us + python_us), self.copied[-1:])
 
     def own_update(self) -> list[Priceable]:
-        """The optimizer's calls over the rank's part of all parameters but Muon's matrices."""
+        """The optimizer's calls for the rank's part of all parameters, without Muon's matrices."""
         model = self.rank.model
         tables = list(model.graph.tables) if model.has_tables(self.rank.layers[0]) else []
         trained = [p for x in self.rank.layers for p in x.layer.trained]

@@ -205,9 +205,9 @@ def _rows(order: ChunkOrder, folder: Path) -> pd.DataFrame:
 
 
 def _send(order: ChunkOrder, folder: Path, root: Root, rows: pd.DataFrame) -> dict[str, int]:
-    """Write one part per family and send those that the root lacks; rows by family.
+    """Write a part for each family, and send those that the root lacks; returns rows by family.
 
-    The chunk's own folder ``sent`` has them: of one chunk, on one machine.
+    Parts are written to the folder ``sent`` of this chunk on this machine.
     """
     counts: dict[str, int] = {}
     sent = {n for n in root.names() if n.endswith(f"/part-{order.chunk.name}.parquet")}

@@ -93,7 +93,8 @@ class Trained:
     def held(self, held: Mapping[str, Held], optimizer: str) -> tuple[int, int]:
         """Bytes of gradients, and of the state of an optimizer.
 
-        Without an entry in ``held`` for their dtype both are in that dtype.
+        ``held``: what the software holds by dtype; for other dtypes both are in the parameter's
+        dtype.
         """
         copies = state_copies(optimizer)
         gradients, state = 0, copies * self.nbytes - (self.matrices if copies else 0)

@@ -127,10 +127,10 @@ def _sizes(chunks: Sequence[Chunk]) -> tuple[Sizes, list[int]]:
 
 
 def host_memory(rank: Rank, optimizer: str) -> int:
-    """Bytes that the fullest rank of a plan has in host memory because it offloads them.
+    """Bytes that the fullest rank of a plan offloads to host memory, at most at a time.
 
-    Where parameters lie there, shards of these, of gradients and of the optimizer's states;
-    activations of all micro-batches in flight. What is on its way is on the GPU too.
+    With offload=parameters these are shards, their gradients and the optimizer's states; with
+    activations, those of all micro-batches in flight. What is being copied is on the GPU as well.
     """
     plan, states, most = rank.plan, state_copies(optimizer), [0]
     moments = [moment for stage in stages_held(rank) for moment in stage] if plan.offload else []
