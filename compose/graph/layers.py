@@ -207,9 +207,9 @@ def _reads_inputs_only(
 
 
 def _results(capture: StepCapture, edges: PhaseEdges) -> set[int]:
-    """Storages that forward computes from weights and inputs, or receives.
+    """Storages that forward computes from weights and inputs together, or receives.
 
-    Each pipeline stage makes its own of weights alone (casts) or inputs alone (masks, angles).
+    What depends on weights alone (casts) or inputs alone (masks) each pipeline stage makes itself.
     """
     of_weights, results = {p.storage for p in capture.parameters}, set[int]()
     for call in capture.calls[edges.forward : edges.backward]:

@@ -249,8 +249,7 @@ class Rank:
     def scales_loss(self, optimizer: str) -> bool:
         """Whether the loss is scaled, so that small gradients in fp16 do not become zero.
 
-        By a GradScaler under autocast; by software's own one if it keeps fp32 copies of fp16
-        weights.
+        By a GradScaler under autocast; by software itself if it keeps fp32 copies of fp16 weights.
         """
         unfused = self.model.graph.unfused
         dtypes = {self.gradient_dtype, once_of(unfused)("half", partial(half_dtype, unfused))}

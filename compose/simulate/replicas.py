@@ -207,7 +207,7 @@ def send_to_next_replica(program: RankTasks) -> None:
 def staggered(rank: Rank, alone: Shares) -> Shares:
     """Times of a step of cyclic data parallelism, from those of a replica ``alone``.
 
-    A step has 2 dp slots of time; in each its messages run beside the slot's compute.
+    A step has 2 dp slots; in each its messages run beside the slot's compute, which they slow.
     """
     end_us = comm_us = slowed_us = 0.0
     for messages, count in messages_of(rank):
@@ -219,5 +219,6 @@ def staggered(rank: Rank, alone: Shares) -> Shares:
         end_us += steady_us(own_us, message_us, count, contention, asleep_us)
         comm_us += count * message_us
         slowed_us += (contention - 1) * min(own_us, count * (message_us - asleep_us))
-    slowed_us = min(end_us, alone.compute_us + slowed_us)
-    return Shares(end_us, slowed_us, max(0.0, end_us - max(slowed_us, alone.end_us)), comm_us)
+    compute_us = min(end_us, alone.compute_us + slowed_us)
+    exposed_us = max(0.0, end_us - max(compute_us, alone.end_us))
+    return Shares(end_us, compute_us, exposed_us, comm_us)

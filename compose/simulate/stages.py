@@ -16,6 +16,7 @@ from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
 
 T = TypeVar("T")
+Costs = Sequence[Sequence[float]]  # for each chunk the time of each layer, if the chunk has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +265,8 @@ def _count_cuts(
     return [*ends[:-1], total]
 
 
-def _cost_cuts(costs: Sequence[Sequence[float]]) -> list[int]:
-    """Returns where chunks end so that the slowest is fastest, none empty; by bisection.
-
-    ``costs[chunk][layer]``: time of the layer if the chunk has it.
-    """
+def _cost_cuts(costs: Costs) -> list[int]:
+    """Returns where chunks end so that the slowest is fastest, none empty; by bisection."""
     low, high = min(map(max, costs)), max(map(sum, costs))
     for _ in range(40):
         middle = (low + high) / 2
@@ -276,11 +274,8 @@ def _cost_cuts(costs: Sequence[Sequence[float]]) -> list[int]:
     return _pack(costs, high)
 
 
-def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Ends of chunks filled up to ``limit``, none empty; [] where that needs more chunks.
-
-    ``costs[chunk][layer]``: time of the layer if the chunk has it.
-    """
+def _pack(costs: Costs, limit: float) -> list[int]:
+    """Ends of chunks filled up to ``limit``, none empty; [] where that needs more chunks."""
     ends, chunks, layers = list[int](), len(costs), len(costs[0])
     for c, layer_costs in enumerate(costs):
         start = ends[-1] if ends else 0

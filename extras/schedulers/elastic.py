@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 
 import numpy as np
 
@@ -57,7 +56,7 @@ def replay_elastic(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -
     """Run all jobs; at each arrival and end GPUs are dealt to jobs anew."""
     coming = sorted(jobs, key=lambda job: job.arrival_s)
     inside, now_s, gpu_s = list[_Running](), 0.0, 0.0
-    completion_s, ends_s = list[float](), list[float]()
+    stays_s = list[tuple[float, float]]()  # each job's arrival and end
     while coming or inside:
         arrives_s = coming[0].arrival_s if coming else np.inf
         before_s, now_s = now_s, min([arrives_s, *(one.end_s() for one in inside)])
@@ -65,21 +64,14 @@ def replay_elastic(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -
             gpu_s += one.place[1] * (now_s - before_s)
             one.advance(now_s)
         done = [one for one in inside if one.left <= 1e-9]
-        ends_s += [now_s] * len(done)
-        completion_s += [now_s - one.job.arrival_s for one in done]
+        stays_s += [(one.job.arrival_s, now_s) for one in done]
         inside = [one for one in inside if one.left > 1e-9]
         while coming and coming[0].arrival_s <= now_s:
             inside.append(_Running(coming.pop(0), from_s=now_s))
         admitted = inside[: sum(cluster.values())]
         for one, place in zip(admitted, best_places(admitted, cluster), strict=True):
             one.move(place, now_s)
-    return Replay(
-        policy=name,
-        mean_completion_s=mean(completion_s),
-        max_completion_s=max(completion_s),
-        makespan_s=max(ends_s),
-        gpu_hours=gpu_s / 3600,
-    )
+    return Replay.of(name, stays_s, gpu_s)
 
 
 def best_places(running: Sequence[_Running], cluster: Mapping[str, int]) -> list[Place]:

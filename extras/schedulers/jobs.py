@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 FIELDS = 9
 JOB = re.compile(r"\('(.*)', (\d+)\)")
@@ -48,6 +49,18 @@ class Replay:
     max_completion_s: float
     makespan_s: float
     gpu_hours: float
+
+    @classmethod
+    def of(cls, policy: str, stays_s: Sequence[tuple[float, float]], gpu_s: float) -> Replay:
+        """From each job's arrival and end, and the GPU seconds of all."""
+        completion_s = [end_s - arrival_s for arrival_s, end_s in stays_s]
+        return cls(
+            policy=policy,
+            mean_completion_s=mean(completion_s),
+            max_completion_s=max(completion_s),
+            makespan_s=max(end_s for _, end_s in stays_s),
+            gpu_hours=gpu_s / 3600,
+        )
 
 
 def read_rates(paths: Sequence[Path]) -> Rates:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 
 from itercast.extras.schedulers.elastic import replay_elastic
 from itercast.extras.schedulers.jobs import Job, Replay
@@ -49,7 +48,7 @@ def replay(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -> Replay
         return replay_elastic(jobs, cluster, name)
     policy, waiting = POLICIES[name], list(jobs)
     free_s = {gpu: [0.0] * count for gpu, count in cluster.items()}
-    completion_s, ends_s, gpu_s, now_s = list[float](), list[float](), 0.0, 0.0
+    stays_s, gpu_s, now_s = list[tuple[float, float]](), 0.0, 0.0  # each job's arrival and end
     while waiting:
         planned = {gpu: list(times) for gpu, times in free_s.items()}
         arrived = [job for job in waiting if job.arrival_s <= now_s]
@@ -63,19 +62,12 @@ def replay(jobs: Sequence[Job], cluster: Mapping[str, int], name: str) -> Replay
             if start_s <= now_s:
                 _occupy(free_s[gpu], job, end_s := now_s + job.seconds_on[gpu])
                 waiting.remove(job)
-                ends_s.append(end_s)
-                completion_s.append(end_s - job.arrival_s)
+                stays_s.append((job.arrival_s, end_s))
                 gpu_s += job.gpus * job.seconds_on[gpu]
         later = [t for times in free_s.values() for t in times if t > now_s]
         later += [job.arrival_s for job in waiting if job.arrival_s > now_s]
         now_s = min(later, default=now_s)
-    return Replay(
-        policy=name,
-        mean_completion_s=mean(completion_s),
-        max_completion_s=max(completion_s),
-        makespan_s=max(ends_s),
-        gpu_hours=gpu_s / 3600,
-    )
+    return Replay.of(name, stays_s, gpu_s)
 
 
 def _place(

@@ -23,11 +23,12 @@ def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
     """
 
     def limit(module: Any) -> None:
+        """Replace ``Dataset.map`` of the module ``datasets``."""
         whole = module.Dataset.map
 
         def map_(dataset: Any, *args: Any, **options: Any) -> Any:
             """As ``Dataset.map``; a function that computes on the GPU gets ``ROWS`` rows."""
-            if len(dataset) <= ROWS or not log.live_bytes:
+            if len(dataset) <= ROWS or not log.live_bytes:  # no tensor, so no model yet
                 return whole(dataset, *args, **options)
             few = {**options, "num_proc": None, "load_from_cache_file": False}
             if name := options.get("new_fingerprint"):  # else what runs would be pickled for one

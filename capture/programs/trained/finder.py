@@ -194,7 +194,7 @@ class Finder:
         return output
 
     def _note_layer(self, module: Any, args: Any) -> None:
-        """Note autocast's dtype and the batch's axis of a module's call, or that it is rerun."""
+        """Note autocast's dtype and where the batch is in shapes; in backward, a recomputation."""
         if self.log.phase == "backward" and self.latest is not None:
             self.latest.recomputes = True
         if self.call is None:

@@ -93,8 +93,7 @@ class Trained:
     def held(self, held: Mapping[str, Held], optimizer: str) -> tuple[int, int]:
         """Bytes of gradients, and of the state of an optimizer.
 
-        ``held``: what the software holds by dtype; for other dtypes both are in the parameter's
-        dtype.
+        ``held``: what software holds by dtype; without an entry both are in the parameter's dtype.
         """
         copies = state_copies(optimizer)
         gradients, state = 0, copies * self.nbytes - (self.matrices if copies else 0)
