@@ -100,7 +100,7 @@ def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
     made = {t.storage for call in calls if call.phase == "forward" for t in call.outputs}
     for call in (calls[i] for i in launch_order(calls)):
         if id(call) in for_layers:
-            table, places = call.args
+            table, places = call.args[:2]  # padding_idx may follow
             name = table.shape if table.storage in made else table.storage
             by_table[name].append((places.shape[0], places.numel))
     return max(by_table.values(), key=lambda table: sum(n for _, n in table), default=[])

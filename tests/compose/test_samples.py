@@ -371,15 +371,29 @@ train(Clicks().cuda())
 """
 
 
+PADDED = """
+model = Model()
+model.words = nn.Embedding(40, 32, padding_idx=0)
+train(model.cuda())
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
+        (PADDED, ROWS * LENGTH),
         (COMPARED, ROWS * LENGTH),
         (CATEGORIES, 0),
         (CONDITIONED.replace("{SIZE}", str(4 * LENGTH)), 0),
         (CONDITIONED.replace("{SIZE}", str(LENGTH)), ROWS * LENGTH),
     ],
-    ids=["items compared", "one category of each row", "more latents than text", "as many"],
+    ids=[
+        "a table with a row for padding",
+        "items compared",
+        "one category of each row",
+        "more latents than text",
+        "as many",
+    ],
 )
 def test_tokens_are_looked_up_for_layers(tmp_path: Path, text: str, tokens: int) -> None:
     """Two of three lookups are compared with results; text of 16 tokens is beside 64 latents."""
