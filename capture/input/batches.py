@@ -32,6 +32,7 @@ from itercast.capture.recorder.facts import Known, is_small_integer
 from itercast.capture.recorder.fake import fake_tensor
 
 CONTEXT = "_DataLoader__multiprocessing_context"
+CALL = torch.nn.Module._call_impl  # torch's own, without what repeats passes in a capture
 MOST_PLACES = 1000  # of a list or dict that are searched where none holds a tensor without data
 
 
@@ -104,7 +105,8 @@ def _for_real(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     stays on, which takes time at every call of torch.
     """
     unhooked = patch.multiple(module, _global_forward_hooks={}, _global_forward_pre_hooks={})
-    with _disable_current_modes(), _only_mode(mode), unhooked:
+    plain = patch.object(torch.nn.Module, "_call_impl", CALL)
+    with _disable_current_modes(), _only_mode(mode), unhooked, plain:
         yield
 
 

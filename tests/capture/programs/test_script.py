@@ -211,6 +211,31 @@ def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
     assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
 
 
+TRANSFORMED = """
+import traceback, torch
+class Flip(torch.nn.Module):  # as torchvision's transforms
+    def forward(self, x):
+        callers = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        assert not [f for f in callers[: callers.index(__file__, 1)] if "/capture/" in f], callers
+        return x
+class Pictures(list):
+    flip = Flip()
+    def __getitem__(self, i):
+        return self.flip(torch.zeros(8))
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for x in torch.utils.data.DataLoader(Pictures(range(64)), batch_size=4, num_workers={}):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_run_as_torch_runs_modules(tmp_path: Path, workers: int) -> None:
+    """What watches models for passes that repeat took 0.6 s for 128 small images, not 0.02."""
+    assert captured(written(tmp_path, TRANSFORMED.format(workers)), gpus=1).samples == 4
+
+
 WORKERS = """
 import torch, warnings
 warnings.simplefilter("error")
