@@ -145,6 +145,8 @@ def _log_waits_for_handles(log: ProgramLog) -> Iterator[None]:
         return launch
 
     def wait_and_log(method: Callable[..., Any]) -> Callable[..., Any]:
+        """A handle's ``wait``, which also logs that the current stream waits; once for each."""
+
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if (noted := points.pop(id(work), None)) is not None:
                 log.wait(log.stream, noted[0])

@@ -276,7 +276,7 @@ def _to_sparse(
     layout: torch.layout | None = torch.sparse_coo,
     **options: object,
 ) -> Argument:
-    """A sparse tensor as COO or CSR with as many values; from a dense one the number is unknown."""
+    """A sparse tensor as COO or CSR, with its nnz; not of a dense one, whose nnz is not known."""
     if not is_sparse(tensor) or layout not in (None, torch.sparse_coo, torch.sparse_csr):
         return NotImplemented
     if layout == torch.sparse_csr:

@@ -71,9 +71,7 @@ class Growth:
 
     @classmethod
     def of(cls, alike: Sequence[Kind], last: Kind) -> Growth | None:
-        """The law of the ``last`` four of kinds that are alike, if they show one; of passes without
-        gradients.
-        """
+        """The law, if there is one, of the last four of ``alike``, of passes without gradients."""
         kinds = [kind for kind in alike if "forward" in kind.last][-SHOW:]
         if kinds[-1] is not last or any(
             (k.numbers is None) != (last.numbers is None) for k in kinds
@@ -96,12 +94,11 @@ class Growth:
         return cls(first=sizes[0], by=steps[0], reads=reads, like=like, calls=calls, others=rest)
 
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
-        """What a pass launches whose inputs have these sizes, without its calls; None if these grow
-        otherwise.
-        """
+        """What a pass with these sizes launches, without its calls; None if they grow otherwise."""
         sizes = [*sizes, *summary(numbers if self.reads else None)]
         grown = [now - first for now, first in zip(sizes, self.first, strict=True)]
-        n, rest = max(divmod(int(a), int(b)) for a, b in zip(grown, self.by, strict=True) if int(b))
+        steps = (divmod(int(a), int(b)) for a, b in zip(grown, self.by, strict=True) if int(b))
+        n, rest = max(steps)  # passes after the first
         if rest or grown != [n * by for by in self.by]:
             return None
         results, most_bytes, kept_bytes = self.others(n)

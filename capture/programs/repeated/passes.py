@@ -78,8 +78,7 @@ class Kind:
     ``reaches``: parameters that the model's output depends on, by id. ``numbers``: known values of
     the inputs, compared only where passes read some, else None. ``alive``: names of the storages
     alive when backward begins. ``sizes``: those of the inputs. ``growth``: how launches grow with
-    the sizes, by passes of this kind and earlier ones; ``expected``: what a pass of this size
-    should launch.
+    sizes, by this kind and earlier ones; ``expected``: what a pass of this size launches by that.
     """
 
     key: Any

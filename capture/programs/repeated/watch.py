@@ -341,8 +341,9 @@ def _hooking_library(wrapper: Any, model: torch.nn.Module) -> str:
 def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[Any]) -> Kind:
     """The entry for passes with this key and these sizes (and numbers, if such passes read any).
 
-    Where earlier entries show how launches grow with the sizes, the new one has what to expect. For
-    a model, entries with other attributes are dropped: ids are valid only while they live.
+    Where earlier ones show how launches grow with sizes, a new one has the launches ``expected`` of
+    a pass that runs to confirm it, else ``shown``. A model's entries with other attributes (first
+    in the key) are dropped: ids are valid only while they live.
     """
     kinds: list[Kind] = place.kinds
     grows = isinstance(place, Model)

@@ -119,8 +119,8 @@ def _slowest_rank(
     pairs = zip(tables, sharding, strict=True)
     spread = [(t.table, p) for t, p in pairs if kind.batched or p.kind != "data_parallel"]
     listed, placed = [t for t, _ in spread], [p for _, p in spread]
-    within = [replace(p, cached=1.0) for p in placed]
-    weights, whole = (memory_bytes(some, listed, 0.0, ranks, per_node) for some in (placed, within))
+    all_cached = [replace(p, cached=1.0) for p in placed]  # as if GPUs had room for whole tables
+    weights, whole = (memory_bytes(s, listed, 0.0, ranks, per_node) for s in (placed, all_cached))
     split = (sharding, rank, ranks, per_node)
     step = rank_step(capture, tables, *split, on_cpu=book.gpu.kind == "cpu", kind=kind, micro=micro)
     return ShardedRank(
