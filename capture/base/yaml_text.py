@@ -31,6 +31,7 @@ def _checked(base: Any) -> Any:
 
     class Checked(base):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            """As its base class, which takes the last of equal keys without a word."""
             keys = [k for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.tag != MERGE]
             seen = set[tuple[str, str]]()
             for key in keys:

@@ -28,7 +28,7 @@ def recurrent_networks(log: Any) -> Iterator[None]:
 
 
 def _run(log: Any, cell: str, run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """Run a network, with ``args`` as in ``torch.lstm``, and log its facts and its calls' number.
+    """Run a network, with ``args`` as in ``torch.lstm``; log its facts, and its number in its ops.
 
     Packed sequences run unlogged: the network over padded ones that they become is logged.
     """

@@ -39,8 +39,7 @@ def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: fl
 
 
 def summed(p: Point, counts: Mapping[str, Count]) -> dict[str, Column]:
-    """By name, ``counts`` summed over the busiest rank's experts, a value per row of p; means of
-    draws.
+    """``counts`` summed over the busiest rank's experts: means of draws, a value per row of p.
 
     ``counts``: functions of (tokens of each expert, all tokens). Equal rows are computed once.
     """

@@ -65,7 +65,7 @@ class IterationOrder(Order):
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
     """Returns the key that identifies an iteration's row.
 
-    What older rows have no column for, and mean nevertheless, is left out of it.
+    Values that were the only ones when older rows were measured are left out: the key is as then.
     """
     row = {"family": order.family, "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
     point = {k: v for k, v in asdict(iteration).items() if (k, v) not in ALWAYS_MEANT}

@@ -76,6 +76,7 @@ class Asked:
         original_getitem, before = os._Environ.__getitem__, self._before
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
+            """Note the path of an event that reads, as Python's audit hooks are called."""
             if event not in READ:  # of which there are millions
                 return
             path = arguments[READ[event]]

@@ -116,6 +116,7 @@ def weights_not_downloaded(guesses: dict[str, StackSummary]) -> Iterator[None]:
     download, original_load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
 
     def from_url(url: str, model_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        """As ``load_state_dict_from_url``; ``WeightsNotRead`` in place of a download."""
         folder = model_dir or os.path.join(torch.hub.get_dir(), "checkpoints")
         name = options.get("file_name") or os.path.basename(url.partition("?")[0])
         if os.path.exists(os.path.join(folder, name)):

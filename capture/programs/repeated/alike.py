@@ -76,11 +76,10 @@ class Model:
     awaits_backward = True
 
     def held(self, graph: bool = True) -> Any:
-        """The state that must be equal for passes to be alike; None if the model cannot be
-        repeated.
+        """What must be equal for passes to be alike; None if the model cannot be repeated.
 
-        Attributes by identity; before a backward (``graph``) also which parameters have gradients,
-        as a pass that makes the first ones is not repeated.
+        Attributes, and of parameters id, requires_grad, dtype, memory and, before a backward
+        (``graph``), the gradient's dtype: a pass that makes the first gradients is not repeated.
         """
         parameters, modules = list(self.model.parameters()), list(self.model.modules())
         others = hooked(modules[1:]) or (graph and any(map(_hooked, parameters)))

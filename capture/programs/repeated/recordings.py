@@ -176,7 +176,7 @@ def next_node() -> int:
 def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
     """Whether Python holds references to the nodes that accumulate gradients, as FSDP's hooks do.
 
-    Compares reference counts with those of a node that nobody hooks into.
+    Compares reference counts with a node's that nobody hooks into; ``beyond``: see ``edges``.
     """
     with unlogged(log):
         unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
