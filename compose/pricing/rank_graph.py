@@ -164,11 +164,9 @@ class RankGraph:
         return calls, {x.name: x for x in split_layers(calls)}
 
     def before_fusion(self, layer: Layer) -> tuple[StepCapture, Layer]:
-        """The calls before they are fused into kernels, and among them this layer, or one equal to
-        it.
+        """The calls before fusion into kernels, and this layer, or one equal to it, among them.
 
-        Kernels may lie across boundaries of layers: only calls tell what crosses, and what is
-        saved.
+        Kernels may lie across boundaries of layers: only calls tell what crosses and is saved.
         """
         calls, layers = self._apart
         names = [x.name for x in self.layers]

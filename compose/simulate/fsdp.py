@@ -244,7 +244,7 @@ def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
-    """Host time of a layer's FSDP hooks in forward, backward or both, called ``times`` times.
+    """Host time of a layer's FSDP hooks, called ``times`` times; ``program.copies`` gets them too.
 
     ``share`` of a hook's time: FORWARD_SHARE, the rest of it for backward, or 1 for both.
     """

@@ -63,8 +63,8 @@ class Front:
         at = int(np.searchsorted(self.nbytes, room, "right")) - 1
         saved = list[Item]()
         for item, (count, kept) in zip(reversed(self.items), reversed(self.chosen), strict=True):
-            at = int(kept[at])
-            if at >= count:
+            at = int(kept[at])  # which subset it was before this item
+            if at >= count:  # with the item
                 at -= count
                 saved.append(item)
         return reduce(joined, reversed(saved), NOTHING)

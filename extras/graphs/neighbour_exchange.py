@@ -126,10 +126,10 @@ class _Part:
         return self.made.step()
 
     def _reads(self, call: OpCall) -> int | None:
-        """Place of the argument with features of neighbours, or in backward of their gradients."""
+        """Place of the argument with features, in backward gradients, of neighbours, or None."""
         places = [n for n, a in enumerate(call.args) if isinstance(a, TensorSpec) and a.layout]
         if places and call.args[places[0]].nnz == self.edges and places[0] + 1 < len(call.args):
-            return places[0] + 1
+            return places[0] + 1  # what the sparse matrix of edges is multiplied by
         if call.op != SELECT and (call.op not in SUMS or call.phase != "backward"):
             return None
         index = call.args[2]

@@ -184,7 +184,7 @@ def _drawn(
 def _expected(
     rows: np.ndarray, lookups: np.ndarray, skew: np.ndarray, repeats: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``expected_reuse`` of arguments as columns (n, 1)."""
+    """``expected_reuse`` of columns (n, 1). ``below``: P(1 <= lookups of a row <= a bin's end)."""
     width, chance, drawn, seen = _drawn(rows, lookups, skew, repeats)
     mean = drawn * chance
     unique = np.minimum((width * seen).sum(axis=-1), np.minimum(rows, drawn)[:, 0])

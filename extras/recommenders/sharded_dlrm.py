@@ -200,6 +200,8 @@ class _WhenAllReady:
             self.result = then(self.gradients)
 
     def _hook(self, at: int) -> Callable[[torch.Tensor], None]:
+        """The hook of tensor ``at``: the last one to be called calls ``then``."""
+
         def ready(gradient: torch.Tensor) -> None:
             self.gradients[at] = gradient
             self.missing -= 1

@@ -109,7 +109,7 @@ class LayerPass(Recording):
         reached = ReachedGradient(
             at=at, form=gradient_form(gradient, self.log), number=self.log.storage(part)
         )
-        self.apart.append((len(self.log.calls), -1, reached))
+        self.apart.append((len(self.log.calls), -1, reached))  # its end is not known yet
         self.host = Counter(self.log.host)
 
     def _left(self, *gradients: Any) -> None:

@@ -245,8 +245,7 @@ class Repeats:
         return output
 
     def _cast_before(self, module: Any, graph: bool) -> bool:
-        """Whether autocast's cache has this module's cast weights, as it ran before in this
-        context.
+        """Whether autocast's cache has this module's cast weights: it ran before in this context.
 
         A repetition launched these casts without filling the cache: they are made here, unlogged,
         or, under a ``graph`` of gradients, are too late: UnlikeError.

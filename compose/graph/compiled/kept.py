@@ -195,7 +195,7 @@ class _Forward:
         return is_backward(call) and call.compiled == self.compiled
 
     def _is_inside(self, i: int) -> bool:
-        """Whether only fused calls of this function read call i's result; none overwrites it."""
+        """Whether only calls fused with i read its result, and nothing overwrites its inputs."""
         storage, step = self.step.calls[i].outputs[0].storage, self.step
         if step.makers[storage] != [i] or storage in step.given:
             return False
