@@ -180,8 +180,7 @@ def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options
 
 @contextmanager
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Of the processes that a script starts, one for each rank, run this rank's here, skip the
-    rest.
+    """Of the processes that a script starts, one for each rank, run this rank's alone, here.
 
     Those of one target function are the ranks, in order. Daemons, such as readers of data, and
     processes that modules outside its folder start, become threads.

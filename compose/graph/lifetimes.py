@@ -158,8 +158,7 @@ def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
 def _kept_instead(
     call: OpCall, makers: Mapping[int, OpCall], instead: Mapping[int, TensorSpec]
 ) -> Iterator[tuple[int, TensorSpec]]:
-    """(storage of a result, tensor that is kept in its place): pairs that follow from a forward
-    call.
+    """(storage of a result, tensor kept in its place): what follows from a forward call.
 
     By the module's rules. ``makers``: the call that makes each storage; ``instead``: pairs so far.
     """

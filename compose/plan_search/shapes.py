@@ -85,8 +85,7 @@ class Shapes:
         return few
 
     def take(self, most: float) -> list[Rank]:
-        """Price the coarsest waiting shapes whose bound is at most ``most``; returns ranks of their
-        plans.
+        """Price the coarsest waiting shapes of bounds up to ``most``; returns their plans' ranks.
 
         Shapes that refine these take at least FINER_TAKES of their time, so their bounds rise.
         """

@@ -154,8 +154,7 @@ class RankProgram(RankUpdate):
         return waiting
 
     def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
-        """Ops ``start`` to ``stop`` of backward; each gradient's copies follow the op that
-        completes it.
+        """Ops ``start`` to ``stop`` of backward; each gradient's copies follow what completes it.
 
         ``later``: a micro-batch after the first, which adds to gradients. What only this rank holds
         (experts) is copied into no bucket.

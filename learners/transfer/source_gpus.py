@@ -292,8 +292,7 @@ class SourceGpus:
     def _features_on(
         self, x: np.ndarray, query: QueryRows, roofline_us: np.ndarray, source: Source
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the rows as if they ran on the source GPU under its software; also their
-        rooflines.
+        """The rows encoded as if run on the source GPU under its software, and their rooflines.
 
         By roofline alone these are those of the rows' own GPU, and families of tiles keep all
         features but the names of GPU and software.

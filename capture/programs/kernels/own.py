@@ -30,8 +30,7 @@ WITHOUT_CUDA = {  # Dao-AILab/flash-attention, setup.py
 
 @contextmanager
 def own_kernels(log: ProgramLog) -> Iterator[None]:
-    """Log launches of a program's Triton or CUDA kernels as one pass over their arguments (a
-    guess).
+    """Log launches of a program's Triton or CUDA kernels as one pass over arguments (a guess).
 
     So are functions of CUDA extensions, except ``multi_tensor_adam``. Nothing is compiled or run.
     """

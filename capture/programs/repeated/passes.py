@@ -189,9 +189,7 @@ class Numbers:
 
 
 def stand_in(launched: Launched, inputs: Inputs, made: Sequence[int], log: ProgramLog) -> OpCall:
-    """One call in the log for all of a pass whose launches follow a law; ``made``: its results'
-    storages.
-    """
+    """One call in the log for a pass whose launches follow a law; ``made``: results' storages."""
     read, written = (
         tuple(TensorSpec(shape=(), dtype="", storage=number) for number in numbers)
         for numbers in (inputs.storages, made)
