@@ -222,8 +222,8 @@ class Steps:
         for step in ended[::-1]:
             self.places |= step.places
             self.passes[:0] = step.passes
-            later = [replace(x, calls=x.calls + len(step.calls)) for x in self.inferences]
-            self.inferences, self.earlier[:0] = [*step.inferences, *later], step.calls
+            moved = [replace(x, calls=x.calls + len(step.calls)) for x in self.inferences]
+            self.inferences, self.earlier[:0] = [*step.inferences, *moved], step.calls
             self.gpu_ops -= step.on_gpu
 
     def _waits(self) -> None:

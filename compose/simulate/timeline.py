@@ -81,6 +81,7 @@ class _Progress:
                 raise ValueError(f"program of lane {lane!r} lists {order}, not its tasks")
             self.lanes[lane] = list(order)
         self.position = dict.fromkeys(self.lanes, 0)
+        # By task what it still waits for: other tasks, and to be the next one of its lanes.
         self.missing = [len(set(t.after)) + len(set(t.lanes)) for t in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
         for i, task in enumerate(tasks):

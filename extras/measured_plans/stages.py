@@ -295,7 +295,7 @@ class _Links:
                 work.wait()
 
     def take_weights(self, s: int, due: int = 2) -> None:
-        """Receive a stage's weights of two steps ago; send them on unless the last rank is next."""
+        """Receive a stage's oldest weights, if ``due`` are on their way, and send them on."""
         if self.rank == self.n - 1 or self.arriving.get(s, 0) < due:
             return
         self.arriving[s] -= 1
