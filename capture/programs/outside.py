@@ -146,13 +146,17 @@ def _starting_tools() -> Callable[..., None]:
     original_init = subprocess.Popen.__init__
 
     def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
-        """As ``Popen.__init__``, for which programs that are no ``TOOLS`` do not exist."""
+        """As ``Popen.__init__``; a shell says that programs but ``TOOLS`` are not there."""
         if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
             args, options["shell"] = ["echo", _listed_gpus()], False
-        programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
-        refused = [p for p in programs if os.path.basename(p) not in TOOLS]
+        asks = [sys.executable, "-c"]  # as libraries ask for another one's version
+        programs = _programs(args) if isinstance(args, str) else [*map(str, args[:1])]
+        refused = [p for p in programs if os.path.basename(p) not in TOOLS and args[:2] != asks]
         if refused and not _by_loader():  # such as ffmpeg, which reads videos
-            raise FileNotFoundError(f"{refused[0]!r}: a forecast starts no other programs")
+            said = f"{refused[0]!r}: a forecast starts no other programs"
+            if not options.get("shell"):
+                raise FileNotFoundError(said)
+            args = f"echo {shlex.quote(said)} >&2; exit 127"
         original_init(process, args, *others, **options)
 
     return init

@@ -170,6 +170,7 @@ def _only_in_cuda_builds() -> dict[str, Any]:
         "_nccl_version": lambda: major << 32 | minor << 16 | patched,
         "_nccl_version_suffix": lambda: b"",
         "_cuda_getCurrentRawStream": lambda device: 0,
+        "_cuda_clearCublasWorkspaces": lambda: None,
         "_is_flash_attention_available": lambda: True,
     }
 

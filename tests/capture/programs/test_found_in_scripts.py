@@ -109,11 +109,15 @@ def started():
     return process, results
 """
 ASKED = """
-import os, subprocess
+import os, subprocess, sys
 assert subprocess.check_output(["hostname"]) and subprocess.getoutput("ls -d /") == "/"
 listed = os.popen("nvidia-smi -L").read().splitlines()
 assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA h100")
 assert subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines() == listed
+code, said = subprocess.getstatusoutput("sed p nowhere; ls /")  # as a shell without that program
+assert (code, said) == (127, "'sed': a forecast starts no other programs")
+version = [sys.executable, "-c", "import sys; print(sys.version_info[0])"]  # as of a library
+assert subprocess.check_output(version, text=True) == "3\\n"
 """
 SCHEDULE = """
 schedule = torch.linspace(1, 0, 1000, device="cuda").square()

@@ -77,6 +77,7 @@ generator = torch.Generator()  # whose state accelerate sends to all ranks
 generator.set_state(generator.get_state().to("cuda").cpu())
 torch.set_rng_state(torch.get_rng_state().cuda().cpu())
 assert torch._C._cuda_getCurrentRawStream(0) == 0
+torch._C._cuda_clearCublasWorkspaces()
 assert torch.cuda.utilization() == torch.cuda.power_draw(0) == torch.cuda.temperature() == 0
 assert torch.cuda.memory_usage() == torch.cuda.clock_rate("cuda") == 0
 assert torch.cuda.memory_stats()["allocated_bytes.all.current"] >= 4 * 72
