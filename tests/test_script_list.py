@@ -1,8 +1,11 @@
 """The list of strangers' scripts can be read: what it says of each is known."""
 
+import hashlib
+
+import pytest
 import yaml
 from made_files import KINDS
-from scripts_of_others import LIST, Listed
+from scripts_of_others import LIST, Listed, errors_pct, summary
 
 
 def test_each_listed_script_has_a_source_and_files_that_can_be_made() -> None:
@@ -10,3 +13,28 @@ def test_each_listed_script_has_a_source_and_files_that_can_be_made() -> None:
     listed = [Listed(**facts) for facts in known["scripts"]]
     assert {one.source for one in listed} == {*known["sources"], "packages"}
     assert {kind for one in listed for file in one.files.values() for kind in file} <= set(KINDS)
+
+
+def test_errors_are_of_a_step_with_and_without_its_waits_for_batches() -> None:
+    found = {"iteration_us": 120_000.0, "step_us": 90_000.0, "samples_per_s": 100.0}
+    assert errors_pct({"step_s": 0.1}, found) == pytest.approx((20, -10))
+    # 100 samples/s x 0.12 s = 12 samples a step, of which 80 a second take 0.15 s
+    assert errors_pct({"samples_per_s": 80}, found) == pytest.approx((-20, -40))
+    assert errors_pct({}, found) == ()
+
+
+def test_a_summary_tells_no_single_error() -> None:
+    said = summary("judges", [(20.0, 10.0), (-50.0, -30.0), (40.0, 2.0)])
+    assert said == (
+        "judges, 3 scripts beside published speeds: all: mean 36.7 %, median 40.0 %, bias +3.3 %; "
+        "without waits for input: mean 14.0 %, median 10.0 %, bias -6.0 %"
+    )
+
+
+def test_half_of_the_published_speeds_judge() -> None:
+    """Drawn by the names' SHA-256: sorted by it, the first and every second finds causes."""
+    known = yaml.safe_load(LIST.read_text())
+    measured = {one["name"]: one["measured"] for one in known["scripts"] if "measured" in one}
+    order = sorted(measured, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    drawn = {name: ("finds causes", "judges")[at % 2] for at, name in enumerate(order)}
+    assert {name: facts["role"] for name, facts in measured.items()} == drawn

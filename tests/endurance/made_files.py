@@ -44,6 +44,11 @@ def _tokens(path: Path, count: int) -> None:
     np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16).tofile(path)
 
 
+def _long_tokens(path: Path, count: int) -> None:
+    """As ``_tokens``, of 32 bits each."""
+    np.random.default_rng(0).integers(0, 50_000, count, dtype=np.int32).tofile(path)
+
+
 def _shard(path: Path, count: int) -> None:
     """As ``_tokens`` behind a head of 1 KB, as llm.c's files; every 300th begins a document."""
     head = np.zeros(256, dtype=np.int32)
@@ -89,7 +94,7 @@ def _views(folder: Path, count: int) -> None:
 
 
 def _coco(folder: Path, count: int) -> None:
-    """Pictures of 640 x 480 with seven boxes each, as COCO names its files."""
+    """Pictures of 640 x 480 with seven boxes or persons each, as COCO names its files."""
     from PIL import Image
 
     drawn = np.random.default_rng(0)
@@ -110,6 +115,9 @@ def _coco(folder: Path, count: int) -> None:
         kinds = [{"id": k, "name": str(k)} for k in range(1, 91)]
         facts = {"images": pictures, "annotations": boxes, "categories": kinds}
         (folder / f"annotations/instances_{part}.json").write_text(json.dumps(facts))
+        points = {"category_id": 1, "keypoints": [30, 25, 2] * 17, "num_keypoints": 17}
+        facts |= {"annotations": [box | points for box in boxes], "categories": kinds[:1]}
+        (folder / f"annotations/person_keypoints_{part}.json").write_text(json.dumps(facts))
 
 
 def _images(folder: Path, count: int) -> None:
@@ -153,6 +161,37 @@ def _hours(path: Path, count: int) -> None:
     table = pd.DataFrame(values, columns=[*"ABCDEF", "OT"])
     table.insert(0, "date", pd.date_range("2016-07-01", periods=count, freq="h"))
     table.to_csv(path, index=False)
+
+
+def _table(path: Path, what: dict[str, int]) -> None:
+    """A CSV of ``count`` rows, each column with so many Chinese characters."""
+    import pandas as pd
+
+    drawn = np.random.default_rng(0)
+    rows, columns = what["count"], {name: n for name, n in what.items() if name != "count"}
+    texts = {
+        name: ["".join(drawn.choice(list("一是在不了有和人这中"), n)) for _ in range(rows)]
+        for name, n in columns.items()
+    }
+    pd.DataFrame(texts).to_csv(path, index=False)
+
+
+def _weights(path: Path, name: str) -> None:
+    """Weights of a network of torchvision as they are drawn, where its weights would be kept."""
+    import torch
+    from torchvision import models
+
+    torch.save(models.get_model(name).state_dict(), path)
+
+
+def _cifar(path: Path, count: int) -> None:
+    """Pictures and classes of CIFAR-10 as tensors."""
+    import torch
+
+    pictures = torch.randint(0, 255, (count, 32, 32, 3), dtype=torch.uint8)
+    classes = [str(i) for i in range(10)]
+    facts = {"images": pictures, "labels": torch.randint(0, 10, (count,)), "classes": classes}
+    torch.save(facts, path)
 
 
 def _content(path: Path, text: Any) -> None:
@@ -255,6 +294,10 @@ def _array(path: Path, count: int) -> None:
 KINDS: dict[str, Callable[[Path, Any], None]] = {
     "text": _text,
     "tokens": _tokens,
+    "long_tokens": _long_tokens,
+    "table": _table,
+    "weights": _weights,
+    "cifar": _cifar,
     "array": _array,
     "ranks": _ranks,
     "shard": _shard,

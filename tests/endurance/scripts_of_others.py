@@ -6,12 +6,15 @@ arguments, and small files that they read, which are made here. Repositories are
 or taken from ``--mirrors``, a folder of bare clones ``owner+name/repo``. A script whose packages
 are not installed is skipped and counted. Each runs below ``runs/scripts``, with limits on memory
 and time. With ``--plan dp=64`` it is the model that a script trains, under a plan: how far its step
-on one GPU is from the script's own, and what it takes under the plan.
+on one GPU is from the script's own, and what it takes under the plan. Where somebody published how
+fast a script is (``measured``), how far the forecast is from that is printed, of those that judge
+only as a mean, a median and a bias (``role: judges``): nobody shall tune a forecast to them.
 """
 
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -48,6 +51,7 @@ class Listed:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     expected: str = "forecast"  # or words of the one line
+    measured: dict[str, Any] = field(default_factory=dict)  # step_s or samples_per_s, source, role
 
 
 def checked_out(facts: dict[str, str], folder: Path, mirrors: Path | None) -> None:
@@ -80,8 +84,10 @@ def command(one: Listed, root: Path, free_s: int, plan: str) -> list[str]:
     return ["bash", "-c", limits]
 
 
-def answer(one: Listed, root: Path, limit_s: int = LIMIT_S, plan: str = "") -> tuple[str, str]:
-    """The kind of a script's outcome and what was said."""
+def answer(
+    one: Listed, root: Path, limit_s: int = LIMIT_S, plan: str = ""
+) -> tuple[str, str, tuple[float, ...]]:
+    """The kind of a script's outcome, what was said, and the errors against what was measured."""
     work = root / one.folder
     work.mkdir(parents=True, exist_ok=True)
     make(work, one.files)
@@ -100,9 +106,38 @@ def answer(one: Listed, root: Path, limit_s: int = LIMIT_S, plan: str = "") -> t
     (root / f"{one.name}.log").write_text(done.stderr)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-        return ("line" if done.returncode == 2 else "no"), last
+        return ("line" if done.returncode == 2 else "no"), last, ()
     found = json.loads(done.stdout)
-    return compared(found) if plan else judged(found)
+    if plan:
+        return (*compared(found), ())
+    errors = errors_pct(one.measured, found)
+    kind, said = judged(found)
+    if errors and one.measured["role"] == "finds causes":
+        said += "  measured: {:+.1f} %, without waits for input {:+.1f} %".format(*errors)
+    return kind, said, errors
+
+
+def errors_pct(measured: dict[str, Any], found: dict[str, Any]) -> tuple[float, ...]:
+    """100 x (forecast / measured - 1) of a step's time, with and without waits for its batches."""
+    if not measured:
+        return ()
+    step_s = found["iteration_us"] / 1e6
+    rate = measured.get("samples_per_s")
+    took_s = found["samples_per_s"] * step_s / rate if rate else measured["step_s"]
+    return tuple(100 * (us / 1e6 / took_s - 1) for us in (found["iteration_us"], found["step_us"]))
+
+
+def summary(role: str, errors: list[tuple[float, ...]]) -> str:
+    """Mean and median absolute error and the bias of what one role's scripts took."""
+    words = []
+    for name, some in zip(
+        ("all", "without waits for input"), zip(*errors, strict=True), strict=True
+    ):
+        size = [abs(error) for error in some]
+        mean, median = statistics.mean(size), statistics.median(size)
+        bias = statistics.mean(some)
+        words.append(f"{name}: mean {mean:.1f} %, median {median:.1f} %, bias {bias:+.1f} %")
+    return f"{role}, {len(errors)} scripts beside published speeds: {'; '.join(words)}"
 
 
 def judged(found: dict[str, Any]) -> tuple[str, str]:
@@ -148,6 +183,7 @@ def main(only: str = "", mirrors: Path | None = None, limit: int = LIMIT_S, plan
     ``limit``: seconds for each; ``plan``: of the models that they train.
     """
     known, outcomes = yaml.safe_load(LIST.read_text()), Counter[str]()
+    errors: dict[str, list[tuple[float, ...]]] = {"judges": [], "finds causes": []}
     named = [
         {**facts, "name": facts.get("name") or Path(facts["script"]).stem}
         for facts in known["scripts"]
@@ -164,11 +200,16 @@ def main(only: str = "", mirrors: Path | None = None, limit: int = LIMIT_S, plan
         root = HERE / "runs" / "scripts" / one.source
         if one.source != "packages":
             checked_out(known["sources"][one.source], root, mirrors)
-        kind, said = answer(one, root, limit, plan)
+        kind, said, off = answer(one, root, limit, plan)
+        if off:
+            errors[one.measured["role"]].append(off)
         as_listed = kind == "forecast" if one.expected == "forecast" else one.expected in said
         outcomes[OUTCOMES[kind]] += 1
         print(f"{one.name:28} {'' if as_listed else 'UNEXPECTED '}{said}", flush=True)
     print(", ".join(f"{count} {name}" for name, count in outcomes.most_common()))
+    for role, some in errors.items():
+        if some:
+            print(summary(role, some))
 
 
 if __name__ == "__main__":
