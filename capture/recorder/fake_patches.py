@@ -30,6 +30,7 @@ WARNS = "warn_if_padding_and_no_attention_mask"
 
 
 APPLY, NEW, COPY = torch.nn.Module._apply, FakeTensor.__new__, Tensor.__deepcopy__
+PARAMETER = torch.nn.Parameter.__new__
 STORAGE_ADDRESS = torch.UntypedStorage.data_ptr
 # GPT-NeoX gives parameters a number of this name, by which torch would no longer find the method
 MEGATRON_STRIDE = property(lambda t: partial(Tensor.stride, t), lambda t, number: None)
@@ -112,6 +113,12 @@ def _new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
     return NEW(kind, *args, **kwargs)
 
 
+def _parameter(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """As ``Parameter.__new__``, which makes no instance of a subclass over a fake tensor."""
+    of_torch = kind is torch.nn.Parameter or type(data) is not FakeTensor
+    return (PARAMETER if of_torch else make_subclass)(kind, data, requires_grad)
+
+
 def _read(data: Any) -> Any:
     """Data for ``torch.tensor``: tensors of one number inside lists become that number."""
     if isinstance(data, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in data):
@@ -152,6 +159,7 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.multiple(torch, tensor=_reading(torch.tensor), as_tensor=_reading(torch.as_tensor)),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__new__", _new),
+        patch.object(torch.nn.Parameter, "__new__", _parameter),
         patch.object(FakeTensor, "data_ptr", _address),
         patch.object(torch.UntypedStorage, "data_ptr", _storage_address),
         patch.object(FakeTensor, "__format__", _format),
@@ -237,6 +245,8 @@ def _transformers_runs_eagerly() -> Iterator[None]:
 
 READ = torch.ops.aten._local_scalar_dense.default
 MADE = torch.ops.aten.lift_fresh.default  # what torch.tensor() ends with
+# What torch runs ops on fake tensors with, and large models' programs replace while they are built.
+MAKERS = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
@@ -252,6 +262,9 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     if func is READ and type(args[0]) is FakeTensor and args[0].constant is not None:
         with _disable_current_modes():
             return args[0].constant.item()
+    if torch.empty is not MAKERS["empty"]:
+        with patch.multiple(torch, **MAKERS):
+            return run_remembered(func, args, kwargs)
     return run_remembered(func, args, kwargs)
 
 

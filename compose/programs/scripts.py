@@ -302,9 +302,10 @@ def _reason(output: IO[bytes], code: int, script: Path) -> str:
     went on to its end after that.
     """
     output.seek(0)
-    lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    text = output.read().decode(errors="replace")
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]  # no frame of a box
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
-    of_script = [line.strip() for line in lines if not line.startswith((OURS, PROGRESS))]
+    of_script = [line.strip(" \u2502") for line in lines if not line.startswith((OURS, PROGRESS))]
     errors = [line for line in of_script if ERROR.match(line)]
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
     reason = ours[-1] if ours else f"{script.name} ended {how}"
@@ -318,7 +319,7 @@ def _reason(output: IO[bytes], code: int, script: Path) -> str:
 def emulated(gpu: Gpu, cores_of_a_rank: float = 0, per_node: int = 1) -> EmulatedGpu:
     """The facts that programs can ask for; Hopper's, where we don't know the architecture."""
     return EmulatedGpu(
-        name=gpu.name,
+        name=f"NVIDIA {gpu.name.upper()}",  # scripts look for "H100" in it
         kind=gpu.kind,
         memory_bytes=int(gpu.hbm_bytes),
         sm_count=int(gpu.sm_count),

@@ -383,6 +383,8 @@ def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
         b"KeyError: 7\nmore: set DEBUG=1\nitercast: train.py exits with 1 after 0 steps"
     )
     assert _reason(wrote, 2, script) == "train.py exits with 1 after 0 steps: KeyError: 7"
+    boxed = "╭─ Error ─╮\n│ Unknown: --widht │\n╰─────────╯\nitercast: train.py exits with 2"
+    assert _reason(BytesIO(boxed.encode()), 2, script).endswith("with 2: Unknown: --widht")
 
 
 def test_a_script_that_writes_its_error_and_goes_on_to_its_end_says_it(tmp_path: Path) -> None:

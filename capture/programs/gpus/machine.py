@@ -107,7 +107,7 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
     functions: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
     return {
         **functions,
-        "get_device_name": lambda *args: f"NVIDIA {gpu.name}",
+        "get_device_name": lambda *args: gpu.name,
         "get_device_capability": lambda *args: tuple(gpu.compute_capability),
         "get_device_properties": lambda *args: Properties(gpu),
         "get_arch_list": lambda: ["sm_{}{}".format(*gpu.compute_capability)],

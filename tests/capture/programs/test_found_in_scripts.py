@@ -112,7 +112,7 @@ ASKED = """
 import os, subprocess, sys
 assert subprocess.check_output(["hostname"]) and subprocess.getoutput("ls -d /") == "/"
 listed = os.popen("nvidia-smi -L").read().splitlines()
-assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA h100")
+assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA H100")
 assert subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines() == listed
 code, said = subprocess.getstatusoutput("sed p nowhere; ls /")  # as a shell without that program
 assert (code, said) == (127, "'sed': a forecast starts no other programs")

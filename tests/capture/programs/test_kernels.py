@@ -40,6 +40,26 @@ class Packed(torch.nn.Parameter):
     def doubled(self):
         return type(self)(torch.cat([self.data, self.data]), self.kind)
 
+class Sharded(torch.nn.Parameter):  # as nanotron's
+    def __new__(cls, tensor):
+        self = torch.nn.Parameter.__new__(cls, data=tensor.data.detach(), requires_grad=True)
+        self.ranks = [0, 1]
+        return self
+
+    def count(self):
+        return len(self.ranks)
+
+shard = Sharded(torch.zeros(4, 2, device="cuda"))
+assert isinstance(shard, Sharded) and isinstance(shard, torch.nn.Parameter) and shard.is_cuda
+assert shard.count() == 2 and shard.requires_grad and shard.is_leaf
+make = torch.empty
+torch.empty = lambda *args, **kwargs: make(*args, **(kwargs | {"device": "cuda"}))
+assert torch.arange(3).device.type == "cpu" and torch.empty(3).is_cuda
+torch.empty = make
+holder = torch.nn.Module()
+holder.weight = shard
+assert [*holder.parameters()][0] is shard
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scales):

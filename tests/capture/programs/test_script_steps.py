@@ -337,6 +337,12 @@ for i in range(9):
     step(loss(), optimizer)
     of_bias.step()
 """
+GROUPS = """
+del of_critic
+for i in range(9):
+    step(loss(), optimizer)
+    optimizer.step()
+"""
 LOADED = """
 del of_critic
 from torch.utils.data import DataLoader
@@ -379,6 +385,7 @@ def test_what_comes_rarely_is_not_waited_for_all_the_time_there_is(tmp_path: Pat
         (RARE, 5, 1, 4),
         (LOADED, 5, 1, 4),
         (SHARED, 5, 1, 4),
+        (GROUPS, 5, 1, 4),
     ],
 )
 def test_an_iteration_of_several_optimizer_steps(
@@ -387,7 +394,7 @@ def test_an_iteration_of_several_optimizer_steps(
     """A step of the critic has 2 products, one forward and one backward; of the model 2 + 3.
 
     A backward gives 2 parameters of the critic their gradients, or 4 of the model. Optimizers that
-    share a model step after one backward: that is one step.
+    share a model step after one backward, and ZeRO-3's once for each group: that is one step.
     """
     program = captured(written(tmp_path, MODEL + OPTIMIZERS + text), gpus=1)
     calls = program.ranks[0].calls
