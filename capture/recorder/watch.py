@@ -60,12 +60,17 @@ def attributes(model: torch.nn.Module, counted: Collection[str] = ()) -> list[in
     Two results that are equal show that a step between them changed no attribute, but maybe those
     that are ``counted``.
     """
+    values = attribute_values(model, counted)
+    return [*map(id, values), *(len(v) for v in values if isinstance(v, SIZED))]
+
+
+def attribute_values(model: torch.nn.Module, counted: Collection[str] = ()) -> list[Any]:
+    """What attributes of modules and of objects that they hold are, but for ``counted`` names."""
     values = [v for m in model.modules() for n, v in vars(m).items() if n not in counted]
     values += torch.nn.Module.buffers(model)  # Megatron's wrappers have a list of this name
     plain = [v for v in values if hasattr(v, "__dict__")]
     helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
-    values += [v for helper in helpers for v in vars(helper).values()]
-    return [*map(id, values), *(len(v) for v in values if isinstance(v, SIZED))]
+    return values + [v for helper in helpers for v in vars(helper).values()]
 
 
 def accumulates(inputs: object) -> bool:

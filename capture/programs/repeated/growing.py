@@ -7,9 +7,10 @@ square mask are. The fourth has to follow from the first three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,6 +20,7 @@ from itercast.capture.programs.repeated.passes import Kind, Launched
 from itercast.capture.programs.repeated.sizes import with_sizes, without_sizes
 
 SHOW = 4  # passes that show a law
+NEAR = (-1, 0, 1)  # of a length to a number, where both are close
 Law = Callable[[int], Any]  # from the number of a pass
 
 
@@ -58,7 +60,11 @@ class Growth:
 
     Where passes read numbers (``reads``), what sums these up grows evenly, too: masks of ones,
     positions. ``calls``, ``others``: laws of what they launch, and of results and memory.
-    ``passes``: how many were asked for. Of these the 4th, 8th, 16th... run, to be compared.
+
+    ``passes``: how many were asked for. Of these the 8th, 16th, 32nd... run, to be compared, and
+    those at ``edges``: in which a length comes to a number that stays, as a window's. ``furthest``:
+    the pass that a loop over them ends with; where another loop comes to it, it runs, too. A law
+    ``ends`` where a pass differs and the one before did not (it is ``sure``).
     """
 
     first: list[Any]
@@ -67,11 +73,17 @@ class Growth:
     like: Launched
     calls: list[Law]
     others: Law
+    edges: set[int]
     passes: int = SHOW
+    furthest: int = SHOW - 1
+    sure: bool = True
+    ends: float = inf
 
     @classmethod
-    def of(cls, alike: Sequence[Kind], last: Kind) -> Growth | None:
-        """The law, if there is one, of the last four of ``alike``, of passes without gradients."""
+    def of(cls, alike: Sequence[Kind], last: Kind, attributes: Collection[Any]) -> Growth | None:
+        """The law, if there is one, of the last four of ``alike``, of passes without gradients of a
+        model with these ``attributes``.
+        """
         kinds = [kind for kind in alike if "forward" in kind.last][-SHOW:]
         if kinds[-1] is not last or any(
             (k.numbers is None) != (last.numbers is None) for k in kinds
@@ -90,8 +102,18 @@ class Growth:
         if rest is None or None in laws:
             return None
         calls = [law for law in laws if law]
-        reads = last.numbers is not None
-        return cls(first=sizes[0], by=steps[0], reads=reads, like=like, calls=calls, others=rest)
+        moves = list(zip(sizes[0], steps[0], strict=True))
+        stay = {a for a, by in moves if not by} | {n for n in attributes if type(n) is int}
+        edges = {n - a + d for n in stay for a in {a for a, by in moves if by == 1} for d in NEAR}
+        return cls(
+            first=sizes[0],
+            by=steps[0],
+            reads=last.numbers is not None,
+            like=like,
+            calls=calls,
+            others=rest,
+            edges=edges.difference(range(SHOW)),
+        )
 
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
         """What a pass with these sizes launches, without its calls; None if they grow otherwise."""
@@ -99,7 +121,7 @@ class Growth:
         grown = [now - first for now, first in zip(sizes, self.first, strict=True)]
         steps = (divmod(int(a), int(b)) for a, b in zip(grown, self.by, strict=True) if int(b))
         n, rest = max(steps)  # passes after the first
-        if rest or grown != [n * by for by in self.by]:
+        if rest or grown != [n * by for by in self.by] or n >= self.ends:
             return None
         results, most_bytes, kept_bytes = self.others(n)
         return replace(
@@ -115,7 +137,20 @@ class Growth:
         """The calls of a pass of this number."""
         return [law(number) for law in self.calls]
 
-    def confirms(self) -> bool:
+    def confirms(self, number: int) -> bool:
         """Count a pass; whether it is one of those that run to confirm the law."""
         self.passes += 1
-        return self.passes & (self.passes - 1) == 0
+        again, self.furthest = number == self.furthest, max(number, self.furthest)
+        confirms = again or number in self.edges or self.passes & (self.passes - 1) == 0
+        self.edges.discard(number)
+        self.sure &= confirms
+        return confirms
+
+    def allows(self, expected: Launched, launched: Launched | None) -> bool:
+        """Whether passes that were repeated are right after one ran that was expected otherwise, or
+        as it did: the law ends with it if the one before it ran.
+        """
+        was_sure, self.sure = self.sure, expected == launched
+        if not self.sure:
+            self.ends = expected.number
+        return self.sure or was_sure

@@ -52,6 +52,7 @@ from itercast.capture.programs.repeated.passes import (
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
 from itercast.capture.programs.repeated.sizes import without_sizes
 from itercast.capture.programs.trained.bare import is_wrapper
+from itercast.capture.recorder.watch import attribute_values
 
 
 class Repeats:
@@ -219,6 +220,7 @@ class Repeats:
         held = place.held(graph) if may_repeat else None
         if held is None:
             return run()
+        held = next((kind.key[0] for kind in place.kinds if kind.key[0] == held), held)
         cast_before = self._cast_before(module, graph)
         casts = [
             (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
@@ -240,7 +242,8 @@ class Repeats:
             self.kept.append(repetition.free)
             return output
         output = self._recorded(kind, inputs, run, place, (args, kwargs))
-        if kind.expected not in (None, kind.last.get("forward")):
+        expected, launched = kind.expected, kind.last.get("forward")
+        if expected and not expected.law.allows(expected, launched):
             raise UnlikeError
         return output
 
@@ -320,8 +323,9 @@ class Repeats:
                 kind.note("forward", forward)
                 if forward == kind.expected:
                     log.calls[measured.start :] = [stand_in(kind.expected, inputs, storages, log)]
-                if isinstance(place, Model):
-                    kind.growth = Growth.of([k for k in place.kinds if k.key == kind.key], kind)
+                if isinstance(place, Model) and not (kind.growth or kind.expected):
+                    alike = [k for k in place.kinds if k.key == kind.key]
+                    kind.growth = Growth.of(alike, kind, attribute_values(place.model))
         elif isinstance(place, Model) and trained and (place.library or not watched(log, trained)):
             self.open.append(ModelPass(log, kind, forward, names))
             self.open[-1].watch(place, tensors, first_node)
@@ -348,11 +352,13 @@ def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[An
     grows = isinstance(place, Model)
     alike = [kind for kind in kinds if (grows or kind.sizes == sizes) and kind.key == key]
     found = [k for k in alike if k.sizes == sizes and k.numbers in (None, numbers)]
-    kind, growth = [*found, Kind(key=key, sizes=sizes)][0], [k.growth for k in alike if k.growth]
-    if growth and not kind.shown and (launched := growth[-1].launched(sizes, numbers)):
-        if not growth[-1].confirms():
+    kind = [*found, Kind(key=key, sizes=sizes)][0]
+    laws = [k.growth.launched(sizes, numbers) for k in alike if k.growth and not kind.shown]
+    kind.expected = next(filter(None, laws[::-1]), None)
+    if launched := kind.expected:
+        if not launched.law.confirms(launched.number):
             return Kind(key=key, sizes=sizes, shown={"forward": launched})
-        kind.expected = replace(launched, calls=growth[-1].launches(launched.number))
+        kind.expected = replace(launched, calls=launched.law.launches(launched.number))
     kinds += [] if found else [kind]
     if grows:
         kinds[:] = [kind for kind in kinds if kind.key[0][0] == key[0][0]]
