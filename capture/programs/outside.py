@@ -80,13 +80,12 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
     the script overwrites (``kept_files``).
     """
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
-    spawns = _refuse("spawns processes")
     with ExitStack() as stack:
         for context in (
-            patch.object(os, "fork", _for_loaders(os.fork, _refuse("forks"))),
+            patch.object(os, "fork", _refuse("forks", os.fork)),
             patch.multiple(os, **others),
             patch.object(subprocess.Popen, "__init__", _starting_tools()),
-            patch.object(multiprocessing.util, "spawnv_passfds", spawns),
+            patch.object(multiprocessing.util, "spawnv_passfds", _refuse("spawns processes")),
             patch.dict(os.environ, ENVIRONMENT),
             patch.object(socket.socket, "connect", _of_unix("connect", "opens a connection")),
             patch.object(socket.socket, "bind", _of_unix("bind", "opens a socket")),
@@ -108,10 +107,12 @@ def _without_runs(wandb: Any) -> None:
     wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})
 
 
-def _refuse(what: str) -> Callable[..., Any]:
-    """A function that raises RefusedError: "the script WHAT, which a forecast does not allow"."""
+def _refuse(what: str, start: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function that raises RefusedError, but to a DataLoader, for which it calls ``start``."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
+        if start and _by_loader():
+            return start(*args, **kwargs)
         raise RefusedError(f"the script {what}, which a forecast does not allow")
 
     return refused
@@ -129,11 +130,6 @@ def _of_unix(name: str, what: str) -> Callable[..., Any]:
         return method(own, address) if allowed else refused()
 
     return call
-
-
-def _for_loaders(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``start`` for a DataLoader, and ``refused`` for others."""
-    return lambda *args: start(*args) if _by_loader() else refused()
 
 
 def _by_loader() -> bool:

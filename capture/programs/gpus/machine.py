@@ -164,10 +164,9 @@ def _accelerator(cuda: dict[str, Any], local_rank: int) -> dict[str, Any]:
 
 def _only_in_cuda_builds() -> dict[str, Any]:
     """Functions of ``torch._C`` that libraries call, by name."""
-    major, minor, patched = NCCL
     return {
         "_get_accelerator": lambda *args: torch.device("cuda"),
-        "_nccl_version": lambda: major << 32 | minor << 16 | patched,
+        "_nccl_version": lambda: NCCL[0] << 32 | NCCL[1] << 16 | NCCL[2],
         "_nccl_version_suffix": lambda: b"",
         "_cuda_getCurrentRawStream": lambda device: 0,
         "_cuda_clearCublasWorkspaces": lambda: None,
