@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 DIFFERENT = 16  # pictures
+SIZES = (640, 480), (640, 427), (480, 640), (640, 427)
 WORDS = "the a of in it is model reads text common words learns which word comes next"
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"
 
@@ -94,7 +95,7 @@ def _views(folder: Path, count: int) -> None:
 
 
 def _coco(folder: Path, count: int) -> None:
-    """Pictures of 640 x 480 with seven boxes or persons each, as COCO names its files."""
+    """Photographs of 4:3 and 3:2, every fourth upright, with seven boxes or persons each."""
     from PIL import Image
 
     drawn = np.random.default_rng(0)
@@ -104,9 +105,10 @@ def _coco(folder: Path, count: int) -> None:
         pictures, boxes = [], []
         for i in range(count):
             name = f"{i:012d}.jpg"
-            pixels = drawn.integers(0, 255, (480, 640, 3), dtype=np.uint8)
+            width, height = SIZES[i % len(SIZES)]
+            pixels = drawn.integers(0, 255, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / part / name)
-            pictures.append({"id": i, "file_name": name, "height": 480, "width": 640})
+            pictures.append({"id": i, "file_name": name, "height": height, "width": width})
             for j in range(7):
                 outline = [20, 15, 120 + j, 15, 120 + j, 95 + j, 20, 95 + j]
                 box = {"bbox": [20, 15, 100 + j, 80 + j], "area": 8000, "iscrowd": 0}
