@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import exp, sqrt
 from typing import Any
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import DEVIATES
@@ -27,6 +27,7 @@ from itercast.microbench.hardware.stack import USUAL
 from itercast.microbench.ops import families
 
 MESSAGES = "collective"  # the family of messages
+CONVOLUTION = "aten.convolution.default"  # its second argument is the weight
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of steps on a CPU
 IN_PRACTICE: float = assumed(__file__, "in_practice")  # trainings without text beside benchmarks
 OF_KERNELS = ((True, "products"), (False, "memory"))  # a machine's factor of products, of others
@@ -161,13 +162,17 @@ def forecast(
     if lacking := lacking_on_host(rank.cluster, numbers.host_memory_bytes):
         numbers = replace(numbers, fits=False, memory_verdict=f"{MISFITS}: {lacking}")
     numbers = replace(numbers, lengths=lengths, notes=remarks)
-    return numbers if step.optimizer == "none" else as_trained(numbers, book)
+    return numbers if step.optimizer == "none" else as_trained(numbers, book, step.calls)
 
 
-def as_trained(numbers: Forecast, book: PriceBook) -> Forecast:
-    """A training step's forecast with ``in_practice``: of networks that convolve, not of text."""
+def as_trained(numbers: Forecast, book: PriceBook, calls: Iterable[OpCall]) -> Forecast:
+    """A training step's forecast with ``in_practice``: of images, sound or latents, not of text.
+
+    Such networks convolve over places beside each other; kernels of one place are products.
+    """
     is_measured = book.gpu.kind == "cpu" or book.known is not None
-    if is_measured or numbers.tokens_per_s or "conv" not in numbers.by_family_us:
+    kernels = (call.args[1].shape[2:] for call in calls if call.op == CONVOLUTION)
+    if is_measured or numbers.tokens_per_s or not any(max(sizes) > 1 for sizes in kernels):
         return numbers
     notes = (*numbers.notes, PRACTISED.format(IN_PRACTICE))
     return replace(numbers, in_practice=IN_PRACTICE, notes=notes)

@@ -62,7 +62,8 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     notes = (batch.note,) if batch.note else ()
     forecast = replace(forecast, host_held_us=held_us, notes=notes)
     trains = any(step.host.get("backward") for step in program.ranks.values())
-    return as_trained(forecast, book) if trains else forecast
+    calls = (call for step in program.ranks.values() for call in step.calls)
+    return as_trained(forecast, book, calls) if trains else forecast
 
 
 def peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import SizedModel
-from itercast.compose.forecast import Forecast
+from itercast.compose.forecast import CONVOLUTION, Forecast
 from itercast.compose.graph.launch_modes import FUSED
 from itercast.compose.predict import prepare
 from itercast.compose.target import Target, forecast_step
@@ -25,7 +25,6 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.store import Facts, Row
 
 OTHER_GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm")
-CONVOLUTION = "aten.convolution.default"
 TWIN = "twin"  # the same hardware under a name that no row has
 TWICE = "twice the "
 HARDWARE, SOFTWARE, PLAN, SIZE, GPU = "hardware", "software", "plan", "batch", "gpu"

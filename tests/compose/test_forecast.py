@@ -97,16 +97,20 @@ def test_trainings_without_text_take_longer_in_practice_where_nothing_is_known()
     """Convolutions on a GPU of which no step was measured; benchmarks are forecast either way."""
     book = PriceBook(Products(), GPU, 0)
     of_text = forecast(StepCapture(calls=(product(0, 1, 2),), tokens=8), ParallelPlan(), book)
-    convolves = replace(of_text, tokens_per_s=0.0, by_family_us={"conv": 10.0})
+    convolves = replace(of_text, tokens_per_s=0.0)
 
-    def told(numbers: Forecast, book: PriceBook) -> tuple[float, bool]:
-        found = as_trained(numbers, book)
+    def convolution(*kernel: int) -> OpCall:
+        args = (tensor(3, 4, 3, 8, 8), tensor(4, 8, 3, *kernel))
+        return OpCall(op="aten.convolution.default", args=args)
+
+    def told(numbers: Forecast, book: PriceBook, *kernel: int) -> tuple[float, bool]:
+        found = as_trained(numbers, book, [product(0, 1, 2), convolution(*(kernel or (1, 3)))])
         return found.in_practice, any("took 1.4 times" in n for n in found.notes)
 
     assert told(convolves, book) == (IN_PRACTICE, True)
     assert told(of_text, book) == (1.0, False)
     assert told(replace(convolves, tokens_per_s=8.0), book) == (1.0, False)  # images and captions
-    assert told(replace(convolves, by_family_us={"gemm": 10.0}), book) == (1.0, False)
+    assert told(convolves, book, 1) == told(convolves, book, 1, 1) == (1.0, False)  # products
     assert told(convolves, PriceBook(Products(), CPU, 2)) == (1.0, False)
     assert told(convolves, book.on(NONE, known=typical())) == (1.0, False)
 
