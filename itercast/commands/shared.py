@@ -256,6 +256,9 @@ def forecast_table(
     table.add_row("iteration", f"{forecast.iteration_us * ms:,.2f} ms")
     low, high = forecast.iteration_us_p10 * ms, forecast.iteration_us_p90 * ms
     table.add_row("80 % interval", f"{low:,.2f} to {high:,.2f} ms")
+    if (times := forecast.in_practice) > 1:
+        ends = f"{low * times:,.2f} to {high * times:,.2f}"
+        table.add_row("in practice", f"{forecast.iteration_us * ms * times:,.2f} ms, {ends}")
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread.in_words)
     if forecast.samples_per_s:  # a script that has no DataLoader does not say

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -332,6 +333,20 @@ def test_channels_last_is_captured_and_forecast() -> None:
     assert times[1] < 0.95 * times[0]  # cuDNN's kernels on tensor cores read NHWC
     done = run.invoke(app, ["predict", "resnet-s", "--channels-last", "--gpu", "a10", "--json"])
     assert json.loads(done.stdout)["gpu"] == "a10"
+
+
+def test_what_trainings_take_in_practice_stands_below_the_iteration() -> None:
+    """1.39 times the step and its interval; a step of inference has no such row."""
+    asked = ["predict", "resnet-s", "--gpu", "a10"]
+    found = predict("resnet-s", gpu="a10")
+    ms = [
+        1.39e-3 * us for us in (found.iteration_us, found.iteration_us_p10, found.iteration_us_p90)
+    ]
+    row = re.search(
+        r"in practice +│ ([\d.]+) ms, ([\d.]+) to ([\d.]+)", run.invoke(app, asked).stdout
+    )
+    assert row and list(map(float, row.groups())) == pytest.approx(ms, abs=0.006)
+    assert "in practice" not in run.invoke(app, [*asked, "--mode", "infer"]).stdout
 
 
 def test_a_models_prints_do_not_spoil_json(here: Path) -> None:
