@@ -15,19 +15,21 @@ def test_each_listed_script_has_a_source_and_files_that_can_be_made() -> None:
     assert {kind for one in listed for file in one.files.values() for kind in file} <= set(KINDS)
 
 
-def test_errors_are_of_a_step_with_and_without_its_waits_for_batches() -> None:
+def test_errors_are_of_a_step_with_its_waits_for_batches_without_and_in_practice() -> None:
     found = {"iteration_us": 120_000.0, "step_us": 90_000.0, "samples_per_s": 100.0}
-    assert errors_pct({"step_s": 0.1}, found) == pytest.approx((20, -10))
+    found["in_practice"] = 1.5
+    assert errors_pct({"step_s": 0.1}, found) == pytest.approx((20, -10, 35))
     # 100 samples/s x 0.12 s = 12 samples a step, of which 80 a second take 0.15 s
-    assert errors_pct({"samples_per_s": 80}, found) == pytest.approx((-20, -40))
+    assert errors_pct({"samples_per_s": 80}, found) == pytest.approx((-20, -40, -10))
     assert errors_pct({}, found) == ()
 
 
 def test_a_summary_tells_no_single_error() -> None:
-    said = summary("judges", [(20.0, 10.0), (-50.0, -30.0), (40.0, 2.0)])
+    said = summary("judges", [(20.0, 10.0, 1.0), (-50.0, -30.0, 1.0), (40.0, 2.0, 4.0)])
     assert said == (
         "judges, 3 scripts beside published speeds: all: mean 36.7 %, median 40.0 %, bias +3.3 %; "
-        "without waits for input: mean 14.0 %, median 10.0 %, bias -6.0 %"
+        "without waits for input: mean 14.0 %, median 10.0 %, bias -6.0 %; "
+        "in practice: mean 2.0 %, median 1.0 %, bias +2.0 %"
     )
 
 

@@ -35,6 +35,8 @@ PLAUSIBLE = (0.20, 0.65)  # model FLOPs utilisation of a step that its products 
 NEAR = 0.10  # of the script's step, its model's on one GPU
 OUTCOMES = {"forecast": "plausible", "odd": "not plausible", "line": "one line", "no": "no answer"}
 
+FORECASTS = ("all", "without waits for input", "in practice")  # of a step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
@@ -113,26 +115,30 @@ def answer(
     errors = errors_pct(one.measured, found)
     kind, said = judged(found)
     if errors and one.measured["role"] == "finds causes":
-        said += "  measured: {:+.1f} %, without waits for input {:+.1f} %".format(*errors)
+        told = (f"{x:+.1f} % {name}" for x, name in zip(errors, FORECASTS, strict=True))
+        said += f"  measured: {', '.join(told)}"
     return kind, said, errors
 
 
 def errors_pct(measured: dict[str, Any], found: dict[str, Any]) -> tuple[float, ...]:
-    """100 x (forecast / measured - 1) of a step's time, with and without waits for its batches."""
+    """100 x (forecast / measured - 1) of a step's time, by its three forecasts.
+
+    With waits for its batches, without them, and without them as trainings take in practice.
+    """
     if not measured:
         return ()
     step_s = found["iteration_us"] / 1e6
     rate = measured.get("samples_per_s")
     took_s = found["samples_per_s"] * step_s / rate if rate else measured["step_s"]
-    return tuple(100 * (us / 1e6 / took_s - 1) for us in (found["iteration_us"], found["step_us"]))
+    practised_us = found["in_practice"] * found["step_us"]
+    forecasts_us = (found["iteration_us"], found["step_us"], practised_us)
+    return tuple(100 * (us / 1e6 / took_s - 1) for us in forecasts_us)
 
 
 def summary(role: str, errors: list[tuple[float, ...]]) -> str:
     """Mean and median absolute error and the bias of what one role's scripts took."""
     words = []
-    for name, some in zip(
-        ("all", "without waits for input"), zip(*errors, strict=True), strict=True
-    ):
+    for name, some in zip(FORECASTS, zip(*errors, strict=True), strict=True):
         size = [abs(error) for error in some]
         mean, median = statistics.mean(size), statistics.median(size)
         bias = statistics.mean(some)
