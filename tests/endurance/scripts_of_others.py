@@ -33,6 +33,7 @@ LIST = HERE / "tests" / "scripts.yaml"
 MEMORY_KB, LIMIT_S = 12_000_000, 300
 PLAUSIBLE = (0.20, 0.65)  # model FLOPs utilisation of a step that its products fill
 NEAR = 0.10  # of the script's step, its model's on one GPU
+FEW = 4  # scripts that judge: sums of fewer would tell their errors
 OUTCOMES = {"forecast": "plausible", "odd": "not plausible", "line": "one line", "no": "no answer"}
 
 FORECASTS = ("all", "without waits for input", "in practice")  # of a step
@@ -214,7 +215,7 @@ def main(only: str = "", mirrors: Path | None = None, limit: int = LIMIT_S, plan
         print(f"{one.name:28} {'' if as_listed else 'UNEXPECTED '}{said}", flush=True)
     print(", ".join(f"{count} {name}" for name, count in outcomes.most_common()))
     for role, some in errors.items():
-        if some:
+        if len(some) >= (FEW if role == "judges" else 1):
             print(summary(role, some))
 
 
