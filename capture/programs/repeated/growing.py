@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -22,6 +21,7 @@ from itercast.capture.programs.repeated.sizes import with_sizes, without_sizes
 SHOW = 4  # passes that show a law
 NEAR = (-1, 0, 1)  # of a length to a number, where both are close
 Law = Callable[[int], Any]  # from the number of a pass
+Term = tuple[Any, Any, Any]  # a number in pass 0, its growth to pass 1, and the growth of growth
 
 
 def law_of(values: Sequence[Any]) -> Law | None:
@@ -32,16 +32,27 @@ def law_of(values: Sequence[Any]) -> Law | None:
     patterns, sizes = zip(*map(without_sizes, values), strict=True)
     if any(pattern != patterns[0] for pattern in patterns):
         return None
-    rows = list(zip(*sizes, strict=True))
-    if any(d - 3 * c + 3 * b - a for a, b, c, d in rows):
+    if (terms := terms_of(sizes)) is None:
         return None
-    terms = [(a, b - a, c - 2 * b + a) for a, b, c, _ in rows]
 
     def at(n: int) -> Any:
-        grown = iter([a + n * by + n * (n - 1) // 2 * more for a, by, more in terms])
+        grown = iter(grown_to(n, terms))
         return with_sizes(patterns[0], lambda _: next(grown))
 
     return at
+
+
+def terms_of(values: Sequence[Sequence[Any]]) -> list[Term] | None:
+    """The terms of numbers' laws, four values of each number given; None if some have no law."""
+    rows = list(zip(*values, strict=True))
+    if any(d - 3 * c + 3 * b - a for a, b, c, d in rows):
+        return None
+    return [(a, b - a, c - 2 * b + a) for a, b, c, _ in rows]
+
+
+def grown_to(n: int, terms: Sequence[Term]) -> list[Any]:
+    """What numbers with these terms are in pass ``n``."""
+    return [a + n * by + n * (n - 1) // 2 * more for a, by, more in terms]
 
 
 def summary(numbers: Sequence[Any] | None) -> list[Any]:
@@ -56,19 +67,17 @@ def summary(numbers: Sequence[Any] | None) -> list[Any]:
 
 @dataclass(kw_only=True)
 class Growth:
-    """What passes launch whose inputs have sizes that grow by ``by`` each, from ``first`` on.
+    """What passes launch whose inputs have sizes that grow, by laws with the terms ``inputs``.
 
-    Where passes read numbers (``reads``), what sums these up grows evenly, too: masks of ones,
-    positions. ``calls``, ``others``: laws of what they launch, and of results and memory.
-
+    Where passes read numbers (``reads``), these have terms of what sums them up, too: of masks, and
+    of positions. ``calls``, ``others``: laws of what passes launch, and of results and memory.
     ``passes``: how many were asked for. Of these the 8th, 16th, 32nd... run, to be compared, and
     those at ``edges``: in which a length comes to a number that stays, as a window's. ``furthest``:
     the pass that a loop over them ends with; where another loop comes to it, it runs, too. A law
     ``ends`` where a pass differs and the one before did not (it is ``sure``).
     """
 
-    first: list[Any]
-    by: list[Any]
+    inputs: list[Term]
     reads: bool
     like: Launched
     calls: list[Law]
@@ -90,8 +99,8 @@ class Growth:
         ):
             return None
         sizes = [kind.sizes + summary(kind.numbers) for kind in kinds]
-        steps = [[b - a for a, b in zip(*two, strict=True)] for two in pairwise(sizes)]
-        if len(steps) < SHOW - 1 or not any(steps[0]) or any(step != steps[0] for step in steps):
+        inputs = terms_of(sizes) if len(sizes) == SHOW else None
+        if inputs is None or not any(by and not more for _, by, more in inputs):
             return None
         shown = [kind.last["forward"] for kind in kinds]
         like, *others = (replace(one, calls=[], results=None) for one in shown)
@@ -102,12 +111,12 @@ class Growth:
         if rest is None or None in laws:
             return None
         calls = [law for law in laws if law]
-        moves = list(zip(sizes[0], steps[0], strict=True))
-        stay = {a for a, by in moves if not by} | {n for n in attributes if type(n) is int}
-        edges = {n - a + d for n in stay for a in {a for a, by in moves if by == 1} for d in NEAR}
+        lengths = {a for a, *growth in inputs if growth == [1, 0]}
+        stay = {a for a, by, more in inputs if not (by or more)}
+        stay |= {n for n in attributes if type(n) is int}
+        edges = {n - a + d for n in stay for a in lengths for d in NEAR}
         return cls(
-            first=sizes[0],
-            by=steps[0],
+            inputs=inputs,
             reads=last.numbers is not None,
             like=like,
             calls=calls,
@@ -118,10 +127,9 @@ class Growth:
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
         """What a pass with these sizes launches, without its calls; None if they grow otherwise."""
         sizes = [*sizes, *summary(numbers if self.reads else None)]
-        grown = [now - first for now, first in zip(sizes, self.first, strict=True)]
-        steps = (divmod(int(a), int(b)) for a, b in zip(grown, self.by, strict=True) if int(b))
-        n, rest = max(steps)  # passes after the first
-        if rest or grown != [n * by for by in self.by] or n >= self.ends:
+        terms = zip(sizes, self.inputs, strict=True)
+        n = max(int((now - a) // by) for now, (a, by, more) in terms if by and not more)
+        if sizes != grown_to(n, self.inputs) or n >= self.ends:
             return None
         results, most_bytes, kept_bytes = self.others(n)
         return replace(

@@ -71,7 +71,7 @@ def generating(model: Callable[[], nn.Module], cached: bool = True, masked: bool
         with torch.no_grad():
             for _ in range(TOKENS):
                 given = tokens if cache is None or not cache.length else tokens[:, -1:]
-                mask = torch.ones(tokens.shape, dtype=torch.int64) if masked else None
+                mask = torch.arange(tokens.shape[1]).expand(tokens.shape) if masked else None
                 logits = net(given, cache, mask)[0][:, -1]
                 tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
         net(tokens)[0].sum().backward()
@@ -96,8 +96,8 @@ def test_decoding_is_as_if_all_ran(
 ) -> None:
     """Without a cache all tokens are given in each pass, and scores grow by their square.
 
-    A mask of ones, which is longer in each pass, may be read. Where a window is full another law
-    begins, which four passes show.
+    Positions may be read, whose sum grows by the square of their number. Where a window is full
+    another law begins, which four passes show.
 
     Of the first step's 65 passes 18 run: the prompt's and the next one, four that show the law,
     those that confirm it, 8th, 16th, 32nd, and four where lengths come to 24 and to 64, numbers of
