@@ -129,7 +129,7 @@ def _capture_rank(
     return CapturedRank(
         step=StepCapture(calls=tuple(calls), host=log.host, networks=networks),
         peak_bytes=log.peak_bytes,
-        least_bytes=log.least_bytes,
+        least_bytes=max(0, log.least_bytes - log.graph_bytes),
         grouped=log.grouped,
         fields=fields,
     )

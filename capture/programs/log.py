@@ -66,7 +66,8 @@ FROM_ONE = ("broadcast", "scatter")  # messages in which one rank has what other
 class ProgramLog(OpLog):
     """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
 
-    ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``.
+    ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``,
+    ``graph_bytes``: what CUDA graphs keep of it that was free again at the end of their capture.
     ``measuring``: objects whose ``highest_bytes`` is kept up to date. ``repeats``: some passes that
     are like others are repeated in the log and not run.
     """
@@ -84,7 +85,7 @@ class ProgramLog(OpLog):
         self.host_memory, self.reads_copies = GpuMemory(), False  # what a program keeps there
         self.loaded = GpuMemory()  # batches of DataLoaders
         self.recomputing, self.points, self.updates = False, count(), 0  # ``updates``: optimizers'
-        self.live_bytes = self.peak_bytes = self.least_bytes = 0
+        self.live_bytes = self.peak_bytes = self.least_bytes = self.graph_bytes = 0
         self.measuring = list[Any]()
         self.grouped = False  # whether the program made a process group
         self.over = False  # what is freed when all steps are over is not of the last one

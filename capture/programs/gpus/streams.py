@@ -178,6 +178,7 @@ class Graph:
         log.after_graph, log.host = None, self.host
         self.calls = [c for c in log.calls[self.start :] if c.op != HOST]
         del log.calls[self.start :]
+        log.graph_bytes += log.peak_bytes - log.live_bytes
         log.live_bytes = log.peak_bytes  # the graph keeps its memory
         log.peak_bytes = max(self.peak, log.live_bytes)
 

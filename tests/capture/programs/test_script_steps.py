@@ -267,6 +267,11 @@ def test_a_replayed_graph_is_one_launch(tmp_path: Path) -> None:
     assert launched == [c.op for c in eager.ranks[0].calls if c.op not in own]
     assert len({c.graphed for c in calls}) == 2
     assert host_us(replayed) < 0.2 * host_us(eager)
+    larger = MODEL.replace("randn(8,", "randn(512,") + WARM_UP + REPLAYED
+    grown = captured(written(tmp_path, larger), gpus=1)
+    given = 2 * (512 - 8) * 64 * 4  # x and y, which no graph keeps
+    assert grown.peak_bytes[0] - replayed.peak_bytes[0] > 2 * given  # what its layers make, too
+    assert grown.held_bytes - replayed.held_bytes == given
 
 
 def test_graphed_callables_are_a_launch_in_each_direction(tmp_path: Path) -> None:
