@@ -120,7 +120,7 @@ def _capture_rank(
         stack.enter_context(load_to_devices())
         stack.enter_context(recurrent_networks(log))
         stack.enter_context(packed_sequences())
-        stack.enter_context(run_uncompiled())
+        stack.enter_context(run_uncompiled(log.guesses))
         numbers = partialmethod(_numbers, log)
         stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
         with log:

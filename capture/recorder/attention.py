@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import StackSummary, extract_stack
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from itercast.capture.opcall import Args, Argument, Kwargs
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
 EAGER = "eager"
+CAUSAL = "masks of flex_attention (windows, documents) are taken to be causal, which may be longer"
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
 
@@ -75,10 +77,11 @@ def attention_as(attn: str) -> Iterator[None]:
 
 
 @contextmanager
-def flex_as_sdpa() -> Iterator[None]:
+def flex_as_sdpa(guesses: dict[str, StackSummary]) -> Iterator[None]:
     """Replace flex_attention by scaled_dot_product_attention inside the context.
 
-    Convention: every mask costs what a causal one does, and changes to scores cost nothing.
+    Convention: every mask costs what a causal one does, one of ``guesses``, and changes to scores
+    cost nothing.
     """
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is None:
@@ -89,9 +92,12 @@ def flex_as_sdpa() -> Iterator[None]:
         q: Tensor, k: Tensor, v: Tensor, score: object, mask: Args, scale: float, *rest: Argument
     ) -> Argument:
         """As torch's op of flex_attention: the output, log-sum-exp and largest scores of rows."""
+        masked = mask[-1] is not flex.noop_mask
+        if masked:
+            guesses.setdefault(CAUSAL, extract_stack())
         output = torch.nn.functional.scaled_dot_product_attention(
             *(q, k, v),
-            is_causal=mask[-1] is not flex.noop_mask,
+            is_causal=masked,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )

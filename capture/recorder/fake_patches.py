@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from traceback import StackSummary
 from typing import Any
 from unittest.mock import patch
 
@@ -176,7 +177,7 @@ def behave_like_real_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def run_uncompiled() -> Iterator[None]:
+def run_uncompiled(guesses: dict[str, StackSummary]) -> Iterator[None]:
     """Run models eagerly inside the context, op by op.
 
     Nothing is compiled, flex_attention is one op, and nn.TransformerEncoder takes no fast path in
@@ -185,7 +186,7 @@ def run_uncompiled() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa():
+        with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa(guesses):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -372,7 +372,7 @@ def _logging(log: OpLog, eager: bool) -> Iterator[None]:
     """Log ops, modules and attention inside the context; name the op that depends on data."""
     watching = (ModuleTracker(log), WholeAttention(log, eager), recurrent_networks(log))
     with ExitStack() as stack:
-        for context in (run_uncompiled(), *watching, modes_in_backward(), log):
+        for context in (run_uncompiled({}), *watching, modes_in_backward(), log):
             stack.enter_context(context)
         try:
             yield

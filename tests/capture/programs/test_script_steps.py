@@ -274,6 +274,27 @@ def test_a_replayed_graph_is_one_launch(tmp_path: Path) -> None:
     assert grown.held_bytes - replayed.held_bytes == given
 
 
+FLEXIBLE = """
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+near = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 512, 512)
+heads = torch.randn(1, 4, 512, 64, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([heads])
+for i in range(5):
+    flex_attention(heads, heads, heads, block_mask=MASK).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("mask", "causal"), [("None", False), ("near", True)])
+def test_a_mask_of_flex_attention_is_noted(tmp_path: Path, mask: str, causal: bool) -> None:
+    """A window of 128 is computed as 512 causal positions, which the forecast says."""
+    text = "import torch\n" + FLEXIBLE.replace("MASK", mask)
+    program = captured(written(tmp_path, text), gpus=1)
+    (attention,) = (c for c in program.ranks[0].calls if c.op == "itercast.sdpa")
+    assert attention.kwargs["is_causal"] == causal
+    assert [note.startswith("masks of flex_attention") for note in program.notes] == [True] * causal
+
+
 def test_graphed_callables_are_a_launch_in_each_direction(tmp_path: Path) -> None:
     """The model's three ops are one launch and their backward is one; the loss runs by itself."""
     calls = captured(written(tmp_path, MODEL + GRAPHED), gpus=1).ranks[0].calls
