@@ -190,7 +190,6 @@ def _run_until_enough_steps(
     evaluated, how = Evaluations(_outside_torch), (script.patience_s, on_gpu)
     steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, *how)
     argv = [str(script.path), *script.arguments]
-    prepare = steps.noting(Optimizer._patch_step_function)
 
     def doing(frame: FrameType) -> str:
         return f"{steps.so_far()}{script.quoted(_running_lines(script, frame))}"
@@ -201,7 +200,7 @@ def _run_until_enough_steps(
             patch.object(sys, "argv", argv),
             patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
-            patch.object(Optimizer, "_patch_step_function", prepare),
+            patch.object(Optimizer, "_patch_step_function", lambda made: steps.made(made)),
             finder.watching(log) if finder else nullcontext(),
         ):
             if script.module:

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from torch.optim import Optimizer
+
 from itercast.capture.base.durations import counted
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.opcall import Kwargs, OpCall
@@ -31,6 +33,7 @@ PATIENCE = 4  # times the steps asked for, until a script without an optimizer u
 LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
 # Backwards, and passes over DataLoaders, after which no step of an optimizer is waited for.
 WAITED = 1000
+PREPARE = Optimizer._patch_step_function
 AVERAGES = -1  # no kind: updates of most weights that not each step makes, as a moving average's
 NOT_LOADED = "no DataLoader makes its input: the time that this takes is not in the step"
 NOT_REACHED = "training that the script calls was not reached: a longer --limit waits for it"
@@ -109,7 +112,7 @@ class Steps:
         self.inferences, self.earlier = list[Inference](), list[OpCall]()
         self.enough, self.notes = False, list[str]()
         self.optimizers = WeakSet[Any]()  # that the script made, while they live
-        self.has_optimizer, self.waited, self.new_gradients = False, 0, False
+        self.waited, self.new_gradients = 0, False
         self.gpu_ops, self.fed = 0, list[Lines]()  # ops before the step that runs; copies in it
         log.ended, taken.came = self.end, log.batch
         taken.given, taken.passed = log.loaded.add, self._waits
@@ -153,17 +156,12 @@ class Steps:
     def trains_later(self) -> bool:
         """Whether a step of an optimizer comes before the iteration that is kept."""
         trains = KINDS[self.kind] == "optimizer" and self.done < self.wanted - 1
-        return trains if self.kind else self.has_optimizer
+        return trains if self.kind else bool(self.optimizers)
 
-    def noting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """What an optimizer that is made calls first of all, made to note it."""
-
-        def note_and_run(optimizer: Any) -> None:
-            self.has_optimizer = True
-            self.optimizers.add(optimizer)
-            original(optimizer)
-
-        return note_and_run
+    def made(self, optimizer: Any) -> None:
+        """As ``Optimizer._patch_step_function``, which an optimizer that is made calls first."""
+        self.optimizers.add(optimizer)
+        PREPARE(optimizer)
 
     def end(self, kind: str, owner: Any) -> None:
         """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
@@ -287,7 +285,7 @@ class Steps:
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = 1 if kind == "update" else PATIENCE
             begun = self.log.gpu_memory.ops or not self.on_gpu  # before, it prepares its data
-            if begun and self.done >= times * self.wanted and not self.has_optimizer:
+            if begun and self.done >= times * self.wanted and not self.optimizers:
                 later = kind == "forward" and calls_training(self.lines())
                 self.enough = not later or time.monotonic() > self.late_s
                 self.notes += [NOT_REACHED] * (later and self.enough)
