@@ -386,7 +386,10 @@ for batch in torch.utils.data.DataLoader(Unread(), num_workers=1):
         ("from multiprocessing.resource_tracker import *; ensure_running()", r"spawns processes"),
         ("import os; os.system('sleep 9')", r"starts another program"),
         ("import subprocess; subprocess.run(['sleep', '9'])", r"'sleep': a forecast starts no"),
-        ("import subprocess as s; s.run('git log; sleep 9', shell=True)", r"'sleep': a forecast"),
+        (
+            "import subprocess as s; s.run('git log; sleep 9', shell=True, check=True)",
+            r"status 127",
+        ),
         ("import torch; torch.ops.my.kernel(1)", r"AttributeError: .*my.*\(train.py:1: "),
         (TRAINING.replace("AdamW", "LBFGS"), r"LBFGS runs the model as often as .*optimizer.step"),
         ("import numpy_with_a_typo", r"ModuleNotFoundError: .* \(train.py:1: import numpy_with"),
