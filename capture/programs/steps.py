@@ -127,8 +127,7 @@ class Steps:
     def optimizer_steps(self) -> int:
         """How many steps of optimizers the iteration that was kept has.
 
-        Those without a backward between them are one, as of optimizers that share a model, or of
-        ZeRO-3's, which steps once for each group of parameters.
+        Those without a backward between them are one: of ZeRO-3's groups, or a model's optimizers.
         """
         stepped = sum((step.stepped for step in self.kept), Counter[int]())
         return stepped[UPDATES] or max(stepped.values(), default=1)

@@ -246,8 +246,6 @@ def _transformers_runs_eagerly() -> Iterator[None]:
 
 READ = torch.ops.aten._local_scalar_dense.default
 MADE = torch.ops.aten.lift_fresh.default  # what torch.tensor() ends with
-# What torch runs ops on fake tensors with, and large models' programs replace while they are built.
-MAKERS = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
@@ -263,9 +261,6 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     if func is READ and type(args[0]) is FakeTensor and args[0].constant is not None:
         with _disable_current_modes():
             return args[0].constant.item()
-    if torch.empty is not MAKERS["empty"]:
-        with patch.multiple(torch, **MAKERS):
-            return run_remembered(func, args, kwargs)
     return run_remembered(func, args, kwargs)
 
 

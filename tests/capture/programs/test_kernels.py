@@ -52,10 +52,6 @@ class Sharded(torch.nn.Parameter):  # as nanotron's
 shard = Sharded(torch.zeros(4, 2, device="cuda"))
 assert isinstance(shard, Sharded) and isinstance(shard, torch.nn.Parameter) and shard.is_cuda
 assert shard.count() == 2 and shard.requires_grad and shard.is_leaf
-make = torch.empty
-torch.empty = lambda *args, **kwargs: make(*args, **(kwargs | {"device": "cuda"}))
-assert torch.arange(3).device.type == "cpu" and torch.empty(3).is_cuda
-torch.empty = make
 holder = torch.nn.Module()
 holder.weight = shard
 assert [*holder.parameters()][0] is shard
