@@ -16,9 +16,9 @@ import typer
 
 from itercast.capture.base.yaml_text import facts_of
 from itercast.extras.programs import run_program
+from itercast.extras.published.fits.machine_fit import written_parts
 from itercast.extras.published.roles import ROLES
 
-MADE = "`python -m itercast.extras.published.fits.machines PUBLIC PARTS` writes them"
 TRAININGS: frozenset[str] = frozenset(facts_of(__file__)["trainings"])
 
 
@@ -42,14 +42,7 @@ def main(
 ) -> None:
     """Print how many times as long as forecast trainings and benchmarks took."""
     roles = [role for role in ROLES if (role != "finds causes") is judge]
-    paths = [parts / f"{source}.parquet" for role in roles for source in ROLES[role]]
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        raise ValueError(
-            f"{str(parts)!r}: no file SOURCE.parquet of a source of these roles; {MADE}"
-        )
-    steps = pd.concat(map(pd.read_parquet, files))
-    found = times_by_source(steps[steps["log_ratio"].notna()])
+    found = times_by_source(written_parts(parts, roles))
     for (training, text), mine in found.groupby(["training", "text"]):
         low, median, high = mine["times"].quantile([0.1, 0.5, 0.9])
         name = "trainings" if training else "benchmarks"

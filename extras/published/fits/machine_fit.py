@@ -13,8 +13,9 @@ many it measured. One number, found on sources left out, makes intervals cover w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from scipy.optimize import minimize
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import FREEDOM, Spread, widening
 from itercast.extras.anchors.infer_machine import MAX_DEVIATIONS
+from itercast.extras.published.roles import ROLES
 
 # Prior of spreads: log(0.3) +- 0.35, best of six on sources left out.
 SPREAD, LOG_SPREAD = 0.3, 0.35
@@ -55,6 +57,15 @@ class Group:
         z = np.linalg.solve(root, self.y)
         far = (FREEDOM + len(z)) * np.log1p(z @ z / FREEDOM)
         return float(self.weight * (far + 2 * np.log(np.diag(root)).sum()))
+
+
+def written_parts(folder: Path, roles: Iterable[str]) -> pd.DataFrame:
+    """Steps of sources of these roles with their derivatives, from the files that are there."""
+    paths = [folder / f"{source}.parquet" for role in roles for source in ROLES[role]]
+    files = [path for path in paths if path.is_file()]
+    if not files:
+        raise ValueError(f"{str(folder)!r}: no SOURCE.parquet of these roles; fits.machines writes them")
+    return pd.concat(map(pd.read_parquet, files)).dropna(subset="log_ratio")
 
 
 def groups_of(steps: pd.DataFrame) -> list[Group]:

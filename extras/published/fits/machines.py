@@ -43,6 +43,7 @@ from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
     calibrated,
     with_anchors,
+    written_parts,
 )
 from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us
 from itercast.extras.published.roles import FEW_PCT, ROLES, role_of
@@ -167,8 +168,7 @@ def parts_of(public: Path, folder: Path, roles: Sequence[str]) -> pd.DataFrame:
         if not path.is_file():
             with leaving_out(source), processes(1) as pool:
                 _parts(asked[source], pool).to_parquet(path)
-    found = pd.concat(map(pd.read_parquet, paths.values()))
-    return found[found["log_ratio"].notna()].reset_index(drop=True)
+    return written_parts(folder, roles).reset_index(drop=True)
 
 
 def _parts(source: pd.DataFrame | Path, pool: Executor) -> pd.DataFrame:

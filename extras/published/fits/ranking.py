@@ -20,8 +20,7 @@ from scipy.stats import kendalltau
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.machines.state import Spread
 from itercast.extras.programs import run_program
-from itercast.extras.published.fits.machine_fit import groups_of, left_out
-from itercast.extras.published.roles import ROLES
+from itercast.extras.published.fits.machine_fit import groups_of, left_out, written_parts
 
 SET = ["source", "machine", "model", "samples", "seq", "dtype", "world_size"]
 CLOSE_PCT = 3.0  # no assumption: a chosen plan that takes so much longer than the best is as good
@@ -64,10 +63,7 @@ def ranks(steps: pd.DataFrame) -> pd.DataFrame:
 
 def main(parts: Annotated[Path, typer.Argument(help="folder of derivatives")]) -> None:
     """Print how well plans are ranked without and with an anchor."""
-    files = [path for path in parts.glob("*.parquet") if path.stem in ROLES["finds causes"]]
-    if not files:
-        raise ValueError(f"no parts of sources that find causes in {str(parts)!r}")
-    found = ranks(pd.concat(map(pd.read_parquet, files)).dropna(subset="log_ratio"))
+    found = ranks(written_parts(parts, ["finds causes"]))
     print(found.round(2).to_string())
     for end, words in (("", "no anchor"), ("_anchor", "one anchor")):
         close = int((found[f"loss_pct{end}"] <= CLOSE_PCT).sum())
