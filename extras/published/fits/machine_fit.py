@@ -64,7 +64,9 @@ def written_parts(folder: Path, roles: Iterable[str]) -> pd.DataFrame:
     paths = [folder / f"{source}.parquet" for role in roles for source in ROLES[role]]
     files = [path for path in paths if path.is_file()]
     if not files:
-        raise ValueError(f"{str(folder)!r}: no SOURCE.parquet of these roles; fits.machines writes them")
+        raise ValueError(
+            f"{str(folder)!r}: no SOURCE.parquet of these roles; fits.machines writes them"
+        )
     return pd.concat(map(pd.read_parquet, files)).dropna(subset="log_ratio")
 
 
