@@ -19,7 +19,7 @@ from itercast.capture.programs.repeated.passes import Kind, Launched
 from itercast.capture.programs.repeated.sizes import with_sizes, without_sizes
 
 SHOW = 4  # passes that show a law
-NEAR = (-1, 0, 1)  # of a length to a number, where both are close
+NEAR = range(-2, 2)  # of a length to a number: one passes before the first that may differ
 Law = Callable[[int], Any]  # from the number of a pass
 Term = tuple[Any, Any, Any]  # a number in pass 0, its growth to pass 1, and the growth of growth
 
