@@ -33,7 +33,7 @@ SLOW_PATH = (
     "fused kernels (mamba-ssm, flash-linear-attention) are faster and keep far less memory"
 )
 PRACTISED = (
-    "trainings on images or sound that people report took {:.1f} times as long as their forecast, "
+    "trainings on images or sound that people report took {:.2f} times as long as their forecast, "
     "benchmarks of such networks as long (docs: Your machine)"
 )
 

@@ -19,8 +19,11 @@ if TYPE_CHECKING:  # the command line starts without pandas
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
 TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
 BESIDE = ("exposed_comm_ms", "peak_memory_gb")  # what may be stated beside a step's time
-FILES = ("hf_config", "input", "script", "trace")  # paths from the folder of the file
-OF_SCRIPT = ("script", "module", "arguments", "gpu", "gpus", "node", "bundle", "host", "stack")
+FILES = ("bundle", "hf_config", "input", "script", "trace")  # paths from the folder of the file
+OF_SCRIPT = (  # of ``itercast run``
+    *("script", "module", "arguments", "gpu", "gpus", "node", "bundle", "host", "stack"),
+    *("steps", "limit"),
+)
 
 
 def known_machine(
@@ -90,7 +93,7 @@ def _step(
     if not all(value == 0 or _positive(value) for value in beside.values()):
         raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
     asked = {**usual, **{name: value for name, value in entry.items() if name in options}}
-    untimed = _of_script(where, **asked) if of_script else _of_model(ask(**asked))
+    untimed = _of_script(where, asked) if of_script else _of_model(ask(**asked))
     ((name, value),) = times.items()
     time_us, exposed_us = _time_us(name, value, untimed), _scaled(beside, "exposed_comm_ms", 1e3)
     if (exposed_us or 0.0) >= time_us:
@@ -107,9 +110,7 @@ def _of_model(question: Any) -> Measured:
     return MeasuredStep(name=question.name, time_us=1.0, step=step, target=target)
 
 
-def _of_script(
-    where: str, script: str = "", module: str = "", arguments: Any = (), gpus: Any = 1, **named: Any
-) -> Measured:
+def _of_script(where: str, asked: Mapping[str, Any]) -> Measured:
     """The step of a script as ``itercast run`` captures it, without a time yet.
 
     Waits for its DataLoader are not in it: that was timed on this machine.
@@ -117,14 +118,23 @@ def _of_script(
     from itercast.compose.programs.measured_script import MeasuredScript
     from itercast.script_orders import captured, script_order
 
-    words = shlex.split(arguments) if isinstance(arguments, str) else arguments
-    if type(gpus) is not int or gpus < 1 or not isinstance(words, Sequence):
-        told = f"got {gpus!r} and {arguments!r}"
-        raise ValueError(f"anchor {where}: gpus from 1, arguments a text or list, {told}")
-    named |= {"module": bool(module), "gpus": gpus}
-    order = script_order(str(script or module), [*map(str, words)], **named)
-    name = f"{order.path.name} on {counted(gpus, 'GPU')}"
-    return MeasuredScript(name=name, time_us=1.0, program=captured(order), target=order.target)
+    facts = {"arguments": (), "gpus": 1, "steps": 3, "limit": 600, **asked}
+    script, module = facts.pop("script", ""), facts.pop("module", "")
+    words, steps, limit_s = facts.pop("arguments"), facts.pop("steps"), facts.pop("limit")
+    counts = (facts["gpus"], steps, limit_s)
+    if any(type(n) is not int or n < 1 for n in counts) or isinstance(words, float | int):
+        told = f"got {counts} and {words!r}"
+        raise ValueError(f"anchor {where}: gpus, steps, limit from 1, arguments as text, {told}")
+    if script and module:
+        raise ValueError(f"anchor {where}: a script or a module, got both")
+    try:
+        words = shlex.split(words) if isinstance(words, str) else [*map(str, words)]
+        order = script_order(str(script or module), words, module=bool(module), **facts)
+        program = captured(replace(order, steps=steps, limit_s=limit_s))
+    except ValueError as exc:
+        raise ValueError(f"anchor {where}: {exc}") from None
+    name = f"{order.path.name} on {counted(order.world_size, 'GPU')}"
+    return MeasuredScript(name=name, time_us=1.0, program=program, target=order.target)
 
 
 def _scaled(stated: Mapping[str, Any], name: str, unit: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,12 +31,16 @@ def script_order(
     stack: str = "",
     machine: KnownMachine | None = None,
 ) -> ScriptOrder:
-    """How a script, or a module by its name, runs as rank 0 of so many GPUs of these nodes."""
+    """How a script, or a module by its name, runs as rank 0 of so many GPUs of these nodes.
+
+    With other arguments it counts as another model: what a measured step tells of one alone.
+    """
     from itercast.compose.programs.scripts import ScriptOrder, module_file
     from itercast.compose.target import find_target
 
     path, place = module_file(script) if module else Path(script), f"node={node}" if node else ""
-    target = find_target(gpu, place, bundle, host, stack, machine, path.name)
+    model = shlex.join([str(path.resolve()), *arguments])
+    target = find_target(gpu, place, bundle, host, stack, machine, model)
     name = script if module else ""
     return ScriptOrder(path=path, module=name, arguments=arguments, target=target, world_size=gpus)
 

@@ -76,6 +76,7 @@ class RefusedError(ValueError, PermissionError):
 def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
     """Let the script open no sockets and start no programs; workers of DataLoaders may.
 
+    Libraries may ask another Python (``python -c``), as some do for the version of theirs.
     ``owns``: whether a file is the script's own; ``kept``: a file in which to list the files that
     the script overwrites (``kept_files``).
     """
@@ -84,7 +85,7 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
         for context in (
             patch.object(os, "fork", _refuse("forks", os.fork)),
             patch.multiple(os, **others),
-            patch.object(subprocess.Popen, "__init__", _starting_tools()),
+            patch.object(subprocess.Popen, "__init__", _starting_tools(owns)),
             patch.object(multiprocessing.util, "spawnv_passfds", _refuse("spawns processes")),
             patch.dict(os.environ, ENVIRONMENT),
             patch.object(socket.socket, "connect", _of_unix("connect", "opens a connection")),
@@ -137,17 +138,22 @@ def _by_loader() -> bool:
     return any(frame.f_code.co_filename == DATA for frame, _ in traceback.walk_stack(None))
 
 
-def _starting_tools() -> Callable[..., None]:
-    """``Popen.__init__`` for which programs but ``TOOLS`` are not there; nvidia-smi lists GPUs."""
+def _starting_tools(owns: Callable[[str], bool]) -> Callable[..., None]:
+    """``Popen.__init__`` for which programs but ``TOOLS`` are not there; nvidia-smi lists GPUs.
+
+    ``owns``: whether a file is the script's own, which may not start Python either.
+    """
     original_init = subprocess.Popen.__init__
 
     def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
         """As ``Popen.__init__``; a shell says that programs but ``TOOLS`` are not there."""
         if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
             args, options["shell"] = ["echo", _listed_gpus()], False
-        asks = [sys.executable, "-c"]  # as libraries ask for another one's version
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+        starts = next(file for file in files if file not in (__file__, subprocess.__file__))
+        asks = [*args[:2]] == [sys.executable, "-c"] and not owns(starts)
         programs = _programs(args) if isinstance(args, str) else [*map(str, args[:1])]
-        refused = [p for p in programs if os.path.basename(p) not in TOOLS and args[:2] != asks]
+        refused = [p for p in programs if os.path.basename(p) not in TOOLS and not asks]
         if refused and not _by_loader():  # such as ffmpeg, which reads videos
             said = f"{refused[0]!r}: a forecast starts no other programs"
             if not options.get("shell"):

@@ -66,7 +66,7 @@ class Machine:
     """A normal distribution of log factors and of the models measured on the machine, jointly.
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
-    ``measured``: runs that were measured, by ``itercast.compose.measured_step.run_name``.
+    ``measured``: runs that were measured (``itercast.compose.measured_step.Measured.run``).
     ``seen``: how many anchors it was told, and the sum of squares of their standardised deviations.
     """
 

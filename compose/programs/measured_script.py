@@ -10,7 +10,7 @@ from itercast.compose.measured_step import Measured
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import Target
 
-ITS_OWN = "its own"  # plan of a script, which says itself what its ranks do
+ITS_OWN = "as it is"  # plan of a script, which says itself what its ranks do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

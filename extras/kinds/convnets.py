@@ -39,7 +39,7 @@ class Inverted(nn.Module):
         self.residual = c_in == c_out and stride == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, inside, h, w) to (batch, outside, h / stride, w / stride)."""
+        """(batch, c_in, h, w) to (batch, c_out, h / stride, w / stride)."""
         y: torch.Tensor = self.layers(x)
         return x + y if self.residual else y
 
@@ -111,7 +111,7 @@ class DenseBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, inside, h, w) to (batch, inside + depth * growth, h, w)."""
+        """(batch, c_in, h, w) to (batch, c_in + depth * growth, h, w)."""
         for layer in self.layers:
             x = torch.cat((x, layer(x)), dim=1)
         return x
@@ -171,7 +171,7 @@ class Double(nn.Module):
         self.first, self.second = convolution(c_in, c_out, 3), convolution(c_out, c_out, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, inside, h, w) to (batch, outside, h, w)."""
+        """(batch, c_in, h, w) to (batch, c_out, h, w)."""
         return torch.relu_(self.second(torch.relu_(self.first(x))))
 
 

@@ -21,7 +21,7 @@ class TimedBlock(nn.Module):
         self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """(batch, inside, h, w) and (batch, time) to (batch, outside, h, w)."""
+        """(batch, c_in, h, w) and (batch, time) to (batch, c_out, h, w)."""
         y = self.first(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
         return self.shortcut(x) + self.second(F.silu(self.norm2(y)))
 

@@ -115,9 +115,10 @@ def answer(
         return (*compared(found), ())
     errors = errors_pct(one.measured, found)
     kind, said = judged(found)
-    if errors and one.measured["role"] == "finds causes":
+    if errors:
         told = (f"{x:+.1f} % {name}" for x, name in zip(errors, FORECASTS, strict=True))
-        said += f"  measured: {', '.join(told)}"
+        finds = one.measured["role"] == "finds causes"
+        said = f"{said}  measured: {', '.join(told)}" if finds else "judges: only sums are shown"
     return kind, said, errors
 
 
@@ -130,6 +131,8 @@ def errors_pct(measured: dict[str, Any], found: dict[str, Any]) -> tuple[float, 
         return ()
     step_s = found["iteration_us"] / 1e6
     rate = measured.get("samples_per_s")
+    if rate and not found["samples_per_s"]:
+        return ()
     took_s = found["samples_per_s"] * step_s / rate if rate else measured["step_s"]
     practised_us = found["in_practice"] * found["step_us"]
     forecasts_us = (found["iteration_us"], found["step_us"], practised_us)

@@ -68,7 +68,7 @@ class Residual(nn.Module):
         self.shortcut = convolution(c_in, c_out, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, inside, h, w) to (batch, outside, h / stride, w / stride)."""
+        """(batch, c_in, h, w) to (batch, c_out, h / stride, w / stride)."""
         y = x
         for layer in self.first:
             y = torch.relu_(layer(y))

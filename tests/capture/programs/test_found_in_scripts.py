@@ -116,8 +116,15 @@ assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA H100")
 assert subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines() == listed
 code, said = subprocess.getstatusoutput("sed p nowhere; ls /")  # as a shell without that program
 assert (code, said) == (127, "'sed': a forecast starts no other programs")
-version = [sys.executable, "-c", "import sys; print(sys.version_info[0])"]  # as of a library
-assert subprocess.check_output(version, text=True) == "3\\n"
+asks = "told = lambda: subprocess.check_output([sys.executable, '-c', 'print(3)'], text=True)"
+exec(compile(asks, "/usr/lib/python3/library.py", "exec"))  # a library asks another Python
+assert told() == "3\\n"
+exec(compile(asks, __file__, "exec"))  # which the script itself may not
+try:
+    told()
+    raise SystemExit("another Python was started")
+except FileNotFoundError as exc:
+    assert "a forecast starts no other programs" in str(exc)
 """
 SCHEDULE = """
 schedule = torch.linspace(1, 0, 1000, device="cuda").square()

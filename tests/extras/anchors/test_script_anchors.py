@@ -80,8 +80,16 @@ def test_a_rate_of_a_script_tells_its_time(folder: Path) -> None:
     """8 ranks x 1,024 rows; at 1e6 samples a second a step takes 8.192 ms."""
     (one,) = measured_steps(write(folder, samples_per_s=1e6), Question)
     assert one.time_us == pytest.approx(8192)
-    assert one.label == "train.py on 8 GPUs its own"
+    assert one.label == "train.py on 8 GPUs as it is"
     assert one.forecast(one.target).world_size == 8
+
+
+def test_another_script_of_the_same_name_is_another_model(folder: Path, tmp_path: Path) -> None:
+    """So is a script with other arguments: its own deviation on a machine is not theirs."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    steps = [measured_steps(write(at, step_ms=10.0), Question)[0] for at in (folder, tmp_path)]
+    steps += measured_steps(write(folder, step_ms=10.0, arguments=["2048"]), Question)
+    assert len({one.target.model for one in steps}) == 3
 
 
 def test_a_run_of_a_script_counts_once(folder: Path) -> None:
@@ -95,8 +103,14 @@ def test_a_run_of_a_script_counts_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"gpus": "many"}, "gpus from 1, arguments a text or list, got 'many' and '4096'"),
-        ({"arguments": 4096}, "gpus from 1, arguments a text or list, got 8 and 4096"),
+        (
+            {"gpus": "many"},
+            r"step 1: gpus, steps, limit from 1, .* got \('many', 3, 600\) and '4096'",
+        ),
+        ({"arguments": 4096}, r"arguments as text, got \(8, 3, 600\) and 4096"),
+        ({"arguments": "'4096"}, "steps.yaml, step 1: No closing quotation"),
+        ({"module": "train"}, "a script or a module, got both"),
+        ({"bundle": "none"}, "none"),
         ({"batch": 8}, r"unknown \['batch'\]; known: script, module, arguments, gpu, gpus"),
         ({"script": "none.py"}, "none.py': no such file"),
     ],

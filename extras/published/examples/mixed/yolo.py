@@ -43,7 +43,7 @@ class Split(nn.Module):
         self.joined = conv(2 * half, c_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inside, h, w) to (batch, outside, h, w)."""
+        """(batch, c_in, h, w) to (batch, c_out, h, w)."""
         return self.joined(torch.cat((self.steps(self.first(x)), self.second(x)), dim=1))
 
 

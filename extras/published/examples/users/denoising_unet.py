@@ -24,7 +24,7 @@ class ResidualPart(nn.Module):
         self.skip = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """(batch, inside, h, w) to (batch, outside, h, w)."""
+        """(batch, c_in, h, w) to (batch, c_out, h, w)."""
         y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
         return self.skip(x) + self.conv2(self.dropout(F.silu(self.norm2(y))))
 
@@ -86,7 +86,7 @@ class Level(nn.Module):
         self.attention = AttentionPart(width, head_width, context) if head_width else None
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor | None) -> Tensor:
-        """(batch, inside, h, w) to (batch, outside, h, w)."""
+        """(batch, c_in, h, w) to (batch, c_out, h, w)."""
         x = self.residual(x, time)
         return x if self.attention is None else self.attention(x, context)
 

@@ -41,7 +41,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if same else convolution(c_in, 4 * width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inside, h, w) to (batch, 4 width, h / stride, w / stride)."""
+        """(batch, c_in, h, w) to (batch, 4 width, h / stride, w / stride)."""
         y = torch.relu_(self.second(torch.relu_(self.first(x))))
         return torch.relu_(self.last(y) + self.shortcut(x))
 
