@@ -158,7 +158,7 @@ def _starting_tools(owns: Callable[[str], bool]) -> Callable[..., None]:
             said = f"{refused[0]!r}: a forecast starts no other programs"
             if not options.get("shell"):
                 raise FileNotFoundError(said)
-            args = f"echo {shlex.quote(said)} >&2; exit 127"
+            args = f"echo {shlex.quote(f'FileNotFoundError: {said}')} >&2; exit 127"
         original_init(process, args, *others, **options)
 
     return init

@@ -115,7 +115,7 @@ listed = os.popen("nvidia-smi -L").read().splitlines()
 assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA H100")
 assert subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines() == listed
 code, said = subprocess.getstatusoutput("sed p nowhere; ls /")  # as a shell without that program
-assert (code, said) == (127, "'sed': a forecast starts no other programs")
+assert (code, said) == (127, "FileNotFoundError: 'sed': a forecast starts no other programs")
 asks = "told = lambda: subprocess.check_output([sys.executable, '-c', 'print(3)'], text=True)"
 exec(compile(asks, "/usr/lib/python3/library.py", "exec"))  # a library asks another Python
 assert told() == "3\\n"
