@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,13 +32,15 @@ def script_order(
 ) -> ScriptOrder:
     """How a script, or a module by its name, runs as rank 0 of so many GPUs of these nodes.
 
-    With other arguments it counts as another model: what a measured step tells of one alone.
+    With another text or other arguments it counts as another model, of which a measured step of
+    this one tells less; in another folder, or on another machine, it is the same.
     """
-    from itercast.compose.programs.scripts import ScriptOrder, module_file
+    from itercast.compose.programs.scripts import ScriptOrder, digest, module_file
     from itercast.compose.target import find_target
 
     path, place = module_file(script) if module else Path(script), f"node={node}" if node else ""
-    model = shlex.join([str(path.resolve()), *arguments])
+    text = path.read_bytes() if path.is_file() else b""  # the order refuses what is no file
+    model = f"{path.name} {digest((text, *arguments))}"
     target = find_target(gpu, place, bundle, host, stack, machine, model)
     name = script if module else ""
     return ScriptOrder(path=path, module=name, arguments=arguments, target=target, world_size=gpus)

@@ -34,9 +34,13 @@ def test_a_summary_tells_no_single_error() -> None:
 
 
 def test_half_of_the_published_speeds_judge() -> None:
-    """Drawn by the names' SHA-256: sorted by it, the first and every second finds causes."""
+    """Drawn by the names' SHA-256: sorted by it, the first and every second finds causes.
+
+    One whose error was seen no longer judges; as what it was ``drawn`` stays written.
+    """
     known = yaml.safe_load(LIST.read_text())
     measured = {one["name"]: one["measured"] for one in known["scripts"] if "measured" in one}
     order = sorted(measured, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     drawn = {name: ("finds causes", "judges")[at % 2] for at, name in enumerate(order)}
-    assert {name: facts["role"] for name, facts in measured.items()} == drawn
+    assert {name: facts.get("drawn", facts["role"]) for name, facts in measured.items()} == drawn
+    assert {facts["role"] for facts in measured.values() if "drawn" in facts} == {"finds causes"}

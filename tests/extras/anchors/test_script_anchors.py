@@ -85,11 +85,18 @@ def test_a_rate_of_a_script_tells_its_time(folder: Path) -> None:
 
 
 def test_another_script_of_the_same_name_is_another_model(folder: Path, tmp_path: Path) -> None:
-    """So is a script with other arguments: its own deviation on a machine is not theirs."""
+    """So is a script with other arguments: its own deviation on a machine is not theirs.
+
+    The same script in another folder is the same model.
+    """
+    (other := tmp_path / "other").mkdir()
     (tmp_path / "train.py").write_text(TRAINING)
-    steps = [measured_steps(write(at, step_ms=10.0), Question)[0] for at in (folder, tmp_path)]
-    steps += measured_steps(write(folder, step_ms=10.0, arguments=["2048"]), Question)
-    assert len({one.target.model for one in steps}) == 3
+    (other / "train.py").write_text(f"# another one{TRAINING}")
+    places = (folder, tmp_path, other)
+    first, same, third = (measured_steps(write(at, step_ms=10.0), Question)[0] for at in places)
+    (fourth,) = measured_steps(write(folder, step_ms=10.0, arguments=["2048"]), Question)
+    assert first.target.model == same.target.model
+    assert len({one.target.model for one in (first, third, fourth)}) == 3
 
 
 def test_a_run_of_a_script_counts_once(folder: Path) -> None:
