@@ -73,15 +73,12 @@ class MeasuredStep(Measured):
     @property
     def run(self) -> str:
         """A name of its run: model, plan without its node, sizes, dtypes."""
-        return run_name(self.step, self.target)
+        target = self.target
+        dtypes = sorted({t.dtype for call in self.step.calls for t in call.outputs})
+        size = (self.step.samples, self.step.tokens)
+        how = (self.step.engine, self.step.optimizer, *dtypes)
+        return " ".join(map(str, (target.model, replace(target.plan, node=""), *size, *how)))
 
     def forecast(self, target: Target) -> Forecast:
         """The forecast of the step on a target, under its plan."""
         return forecast_step(self.step, target)
-
-
-def run_name(step: StepCapture, target: Target) -> str:
-    """A name of a run: equal for runs of one model in the same way, on whichever nodes."""
-    dtypes = sorted({t.dtype for call in step.calls for t in call.outputs})
-    size, how = (step.samples, step.tokens), (step.engine, step.optimizer, *dtypes)
-    return " ".join(map(str, (target.model, replace(target.plan, node=""), *size, *how)))

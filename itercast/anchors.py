@@ -9,7 +9,6 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from itercast.capture.base.durations import counted
 from itercast.capture.base.extensions import function_of
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -115,7 +114,7 @@ def _of_script(where: str, asked: Mapping[str, Any]) -> Measured:
 
     Waits for its DataLoader are not in it: that was timed on this machine.
     """
-    from itercast.compose.programs.measured_script import MeasuredScript
+    from itercast.compose.programs.measured_script import untimed
     from itercast.script_orders import captured, script_order
 
     facts = {"arguments": (), "gpus": 1, "steps": 3, "limit": 600, **asked}
@@ -133,8 +132,7 @@ def _of_script(where: str, asked: Mapping[str, Any]) -> Measured:
         program = captured(replace(order, steps=steps, limit_s=limit_s))
     except ValueError as exc:
         raise ValueError(f"anchor {where}: {exc}") from None
-    name = f"{order.path.name} on {counted(order.world_size, 'GPU')}"
-    return MeasuredScript(name=name, time_us=1.0, program=program, target=order.target)
+    return untimed(order, program)
 
 
 def _scaled(stated: Mapping[str, Any], name: str, unit: float) -> float | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from itercast.capture.base.durations import counted
 from itercast.capture.programs.program import ProgramCapture
 from itercast.compose.forecast import Forecast
 from itercast.compose.measured_step import Measured
 from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.programs.scripts import ScriptOrder
 from itercast.compose.target import Target
 
 ITS_OWN = "as it is"  # plan of a script, which says itself what its ranks do
@@ -40,3 +42,9 @@ class MeasuredScript(Measured):
     def forecast(self, target: Target) -> Forecast:
         """The forecast of the script's step on a target."""
         return forecast_program(self.program, target)
+
+
+def untimed(order: ScriptOrder, program: ProgramCapture) -> MeasuredScript:
+    """The step that an order's script made, with a time still to be stated."""
+    name = f"{order.path.name} on {counted(order.world_size, 'GPU')}"
+    return MeasuredScript(name=name, time_us=1.0, program=program, target=order.target)

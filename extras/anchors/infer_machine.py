@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import exp, log
 from statistics import geometric_mean, mean
 
-from itercast.capture.opcall import StepCapture
-from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Anchor, Machine
 from itercast.compose.machines.typical import typical
-from itercast.compose.measured_step import Measured, MeasuredStep, run_name
+from itercast.compose.measured_step import Measured, MeasuredStep
 from itercast.compose.parallel.device_memory import MEMORY_ERROR
-from itercast.compose.target import Target, forecast_step
+from itercast.compose.target import Target
 
 LOG_STEP = 0.25  # no assumption: by which a log factor is raised for a finite difference
 MAX_MEMORY_ERRORS = 5  # no assumption: a peak further off, in typical errors, is not believed
@@ -236,31 +234,31 @@ def factor_lines(machine: Machine, gpu: str) -> list[str]:
     return lines
 
 
-def next_run(step: StepCapture, target: Target) -> str:
-    """Advice which run on fewer GPUs would, as an anchor, narrow the forecast's interval most.
+def next_run(asked: Measured, others: Iterable[Measured] = ()) -> str:
+    """Advice which run would, as an anchor, narrow the 80 % interval of the one asked for most.
 
-    Runs keep the micro-batch; "" where all of them were measured already.
+    Their times are not read. ``others``: the runs to choose from; without any those of the asked
+    plan on fewer replicas, with the same micro-batch. "" where all of them were measured already.
     """
-    machine = target.known or typical()
-    parts_frac = tuple(forecast_step(step, target).parts_frac.values())
-    now = machine.half_width(parts_frac, target.model)
+    model, machine = asked.target.model, asked.target.known or typical()
+    parts_frac = tuple(asked.forecast(asked.target).parts_frac.values())
+    now = machine.half_width(parts_frac, model)
     widths: dict[str, float] = {}
-    for plan in _fewer_replicas(target):
-        cheaper = replace(target, plan=plan)
-        if run_name(step, cheaper) in machine.measured:
+    for run in others or (_fewer_replicas(asked) if isinstance(asked, MeasuredStep) else ()):
+        if run.run in (asked.run, *machine.measured):
             continue
         try:
-            parts = forecast_step(step, cheaper).parts_frac
+            parts = run.forecast(run.target).parts_frac
         except ValueError:  # it does not run on so few
             continue
-        anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
+        anchor = Anchor(model=model, sensitivity=tuple(parts.values()), log_ratio=0.0)
         after = replace(machine.updated([anchor]), seen=machine.seen)  # it may take any time
-        widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
+        widths[run.name] = after.half_width(parts_frac, model)
     if not widths:
         return ""
     best = min(widths, key=lambda name: widths[name])
     return (
-        f"measure next: plan {best}; the 80 % interval, now within {_percent(now)}, "
+        f"measure next: {best}; the 80 % interval, now within {_percent(now)}, "
         f"would be within {_percent(widths[best])}"
     )
 
@@ -269,8 +267,9 @@ def _percent(half_width: float) -> str:
     return f"{100 * (1 - exp(-half_width)):.0f} % below and {100 * (exp(half_width) - 1):.0f} above"
 
 
-def _fewer_replicas(target: Target) -> Iterator[ParallelPlan]:
-    """The plan on fewer replicas: one, as many as a node holds, or two nodes."""
+def _fewer_replicas(asked: MeasuredStep) -> Iterator[MeasuredStep]:
+    """The step under its plan on fewer replicas: one, as many as a node holds, or two nodes."""
+    target = asked.target
     plan, gpus_per_replica = target.plan, target.plan.world_size // target.plan.dp
     node = target.node.gpus_per_node if target.node else 8
     for gpus in sorted({gpus_per_replica, node, 2 * node}):
@@ -281,4 +280,5 @@ def _fewer_replicas(target: Target) -> Iterator[ParallelPlan]:
             fewer = replace(plan, dp=replicas, zero=plan.zero if replicas > 1 else 0)
         except ValueError:  # a key of the plan needs more replicas
             continue
-        yield fewer
+        name = f"plan {fewer}" if str(fewer) else "one GPU"
+        yield replace(asked, name=name, target=replace(target, plan=fewer))

@@ -80,7 +80,10 @@ def _machine_facts(step: StepCapture, target: Target) -> Row:
     """``machine``: lines on what measured steps said of the machine, and which to measure next."""
     if not (lines := machine_lines(target)):
         return {}
-    advice = function_of("anchors", "next_run")(step, target)
+    from itercast.compose.measured_step import MeasuredStep
+
+    asked = MeasuredStep(name=target.model, time_us=1.0, step=step, target=target)
+    advice = function_of("anchors", "next_run")(asked)
     return {"machine": [*lines, advice] if advice else lines}
 
 

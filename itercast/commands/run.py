@@ -249,8 +249,19 @@ def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
         unusual += filter(None, [unusual_dtype({"dtype": "fp32"}, gpu)])
     facts = {"unusual": unusual, "assumes": assumes([row.forecast for row in rows])}
     if lines := machine_lines(rows[0].order.target):
-        facts["machine"] = lines
+        facts["machine"] = [*lines, *_advised(rows)]
     return {"forecast_of": line, **facts}
+
+
+def _advised(rows: Sequence[ScriptForecast]) -> list[str]:
+    """Which of several numbers of GPUs to measure next, so that the most are forecast best."""
+    from itercast.compose.programs.measured_script import untimed
+
+    *others, most = sorted(rows, key=lambda row: row.forecast.world_size)
+    if not others:
+        return []
+    steps = [untimed(row.order, row.captured.program) for row in (most, *others)]
+    return [line] if (line := function_of("anchors", "next_run")(steps[0], steps[1:])) else []
 
 
 def _question(row: ScriptForecast) -> Row:

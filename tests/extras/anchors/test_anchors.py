@@ -179,14 +179,14 @@ def test_a_rate_beyond_the_peak_is_called_so(alone: MeasuredStep) -> None:
 
 
 def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
-    assert next_run(far.step, far.target).startswith("measure next: plan ")
+    assert next_run(far).startswith("measure next: plan ")
 
 
 def test_what_was_measured_is_not_advised_again(far: MeasuredStep, tmp_path: Path) -> None:
     """Each advice is followed until none is left; a machine file keeps what was measured."""
     known, advised = infer_machine([far]), list[str]()
-    while words := next_run(far.step, replace(far.target, known=known.machine)):
-        advised.append(words.split("plan ")[1].split(";")[0])
+    while words := next_run(replace(far, target=replace(far.target, known=known.machine))):
+        advised.append(words.split("measure next: ")[1].split(";")[0].removeprefix("plan "))
         assert len(set(advised)) == len(advised) <= 3, advised
         plan = "" if advised[-1] == "one GPU" else advised[-1]
         known = infer_machine([measured(plan, 1.0)], known)
@@ -199,7 +199,7 @@ def test_what_was_measured_is_not_advised_again(far: MeasuredStep, tmp_path: Pat
 def test_advice_leaves_out_plans_that_need_more_replicas() -> None:
     """hsdp=8 needs zero, which one replica has not: of 32 replicas a node or two are advised."""
     one = measured("dp=32,hsdp=8,zero=3,node=dgx-a100", 1.0)
-    assert "hsdp=8" in next_run(one.step, one.target)
+    assert "hsdp=8" in next_run(one)
 
 
 def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:

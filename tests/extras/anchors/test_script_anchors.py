@@ -76,6 +76,16 @@ def test_a_slow_step_of_a_script_makes_its_other_forecasts_slower(folder: Path) 
     assert any("times as long as with a typical" in line for line in after["machine"])
 
 
+def test_of_several_numbers_of_gpus_the_one_to_measure_next_is_named(folder: Path) -> None:
+    """Of 1, 8 and 16 GPUs 8 were measured; one sends no messages, 16 are what is asked for."""
+    file = str(write(folder, step_ms=forecast_us(folder, 8)["step_us"] / 1e3))
+    where = ["--gpu", GPU, "--node", "dgx-a100", "--anchor", file, "--gpus"]
+    for gpus, words in (("1,8,16", "measure next: train.py on 1 GPU; the 80 %"), ("8,16", "")):
+        done = CliRunner().invoke(app, ["run", *where, gpus, str(folder / "train.py"), "4096"])
+        assert done.exit_code == 0 and words in " ".join(done.stdout.split()), done.output
+        assert ("measure next" in done.stdout) == bool(words)
+
+
 def test_a_rate_of_a_script_tells_its_time(folder: Path) -> None:
     """8 ranks x 1,024 rows; at 1e6 samples a second a step takes 8.192 ms."""
     (one,) = measured_steps(write(folder, samples_per_s=1e6), Question)
