@@ -95,8 +95,8 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
 def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any, int]:
     """(read, written, terms): tensors that an op of ``torch.distributed`` reads and writes.
 
-    ``terms``: how many equal numbers are added up to one written number, where all ranks have the
-    same: the group's size in a summing all-reduce, else 1.
+    ``terms``: how many numbers are summed into each number written: the group's size in a summing
+    all-reduce, else 1.
     """
     call = collective_of(func, args, kwargs, result)
     if call is None:
@@ -113,7 +113,10 @@ def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def in_parts(call: CollectiveCall) -> bool:
-    """Whether torch's compiler may split it, to overlap with parts of a product (async TP)."""
+    """Whether torch's compiler may split this collective, to overlap it with parts of a product.
+
+    That is async tensor parallelism: symmetric memory is on for the group, and so is the pass.
+    """
     config: Any = sys.modules.get("torch._inductor.config")
     memory: Any = sys.modules.get("torch.distributed._symmetric_memory")
     if call.kind not in ("all_gather", "reduce_scatter") or config is None or memory is None:

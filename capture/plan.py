@@ -140,8 +140,10 @@ class ParallelPlan:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks among which ZeRO shards an expert's weights: of the tp * ``shards`` ranks of a ZeRO
-        group those with the same part of it, one in expert_tp * ep; 1 where ep is wider than that.
+        """Number of ranks over which ZeRO shards an expert's weights.
+
+        The tp * ``shards`` ranks of a ZeRO group hold expert_tp * ep different parts of experts;
+        ranks with the same part share it. 1 where there are more parts than ranks.
         """
         group_ranks, different_parts = self.tp * self.shards, self.expert_tp * self.ep
         return 1 if group_ranks % different_parts else group_ranks // different_parts
@@ -184,8 +186,9 @@ class ParallelPlan:
         return [*(name for name in own if name != "more"), *(name for name, _ in self.more)]
 
     def parts(self, changed: str) -> tuple[object, ...]:
-        """A key of caches: values of the keys that change ``changed`` ("ops", "prices", "stages"),
-        and the plan if a package's key does. Plans with equal parts share what is cached.
+        """A key of caches: values of the plan's keys that change "ops", "prices" or "stages".
+
+        The whole plan, too, if a package's key does. Plans with equal parts share results.
         """
         kind: Any = type(self)
         own = tuple(getattr(self, name) for name in _changing(kind, changed))

@@ -60,9 +60,9 @@ def key(
 
     A plan search keeps results for plans with the same values of the keys that change them.
     ``changes`` says which this key does: "ops" of a rank, their "prices", the layers of "stages".
-    "": none of these, but groups of ranks, how replicas are kept equal
-    (``itercast.compose.simulate.data_parallel.Strategy``), or what is never kept. None: all.
-    ``short``: texts that stand for longer ones.
+    With "" it changes none of these: only groups of ranks, how replicas are kept equal
+    (``itercast.compose.simulate.data_parallel.Strategy``), or results that are never cached. With
+    None it changes all. ``short``: abbreviations, as a dict from text to longer text.
     """
     facts: dict[str, object] = {"read": read, "short": short or {}}
     if changes is not None:

@@ -1,4 +1,6 @@
-"""Errors in one line, with the line of the user's code that they come from; its checks of data."""
+"""One-line errors that name the line of the user's code, and which way a user's checks of data
+pass.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,10 @@ def _of_python(file: str) -> bool:
 
 
 def user_line() -> tuple[str, int, int]:
-    """File, line and instruction that run now: the innermost that are neither ours nor torch's.
+    """File, line and bytecode offset of the user's code that runs now: the innermost frame of it.
 
-    The parts of a condition are on one line, each at a later instruction.
+    Frames of this package and of torch are skipped. The offset tells apart conditions that are on
+    one line, such as the two of ``a and b``.
     """
     for frame, line in traceback.walk_stack(None):
         if not frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
@@ -55,11 +58,7 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """One line for an error: its class and first line, ", because of" the same of its cause.
-
-    The cause is the error that it was raised from, or raised while handling (clean-up may fail
-    again). If the text quotes a worker's traceback, the first lines of the errors in that follow.
-    """
+    """An error as one line: its class and first line, and ", because of" the same for its cause."""
     text = str(exc).strip()
     errors = QUOTED.findall(text) if "Traceback (most recent" in text else []
     line = f"{type(exc).__name__}: {(text.splitlines() or [''])[0]}"
@@ -71,11 +70,11 @@ def first_line(exc: BaseException) -> str:
 
 
 def passing(file: str, line: int) -> bool | None:
-    """The truth value of a condition with which the check in this line of a file passes.
+    """The truth value that lets the user's check in this line of a file pass.
 
-    A check is an ``assert``, or an ``if`` that does nothing but raise: a value of a tensor without
-    data is taken such that no check fails. None where there is no check in the line, or where its
-    conditions need different values.
+    A check is an ``assert``, or an ``if`` that does nothing but raise. Where a condition depends on
+    a tensor without data, this value is assumed, so that the check does not fail. None where there
+    is no check in the line, or where its conditions need different values.
     """
     needed = set[bool]()
     for check in _conditions(file):

@@ -129,7 +129,7 @@ def _fill(owner: Any, seen: set[int], known_values: KnownValues) -> bool:
     """Replace the fake tensors inside a dataset by real ones; returns whether it holds any.
 
     They may be in attributes, lists and dicts at any depth; ``seen``: ids of objects visited. A
-    tensor with ``known`` values gets those, others zeros.
+    tensor whose values ``known_values`` has gets those, others get zeros.
     """
     if id(owner) in seen or isinstance(owner, type | str | bytes):
         return False

@@ -101,10 +101,7 @@ class InputLane:
         return replace(self, alone=alone, worker=worker, receive_us=factor * self.receive_us)
 
     def without(self, *stages: str, share: float = 1.0) -> InputLane:
-        """The lane if a share of the time of these stages were gone from each batch.
-
-        All batches shrink by the same factor. Stage ``waiting`` takes wall time but no CPU time.
-        """
+        """The lane as it would be if batches took a share less time in these stages."""
         saved_us = share * sum(self.stages_us.get(name, 0.0) for name in stages)
         saved_cpu_us = saved_us
         if "waiting" in stages:

@@ -250,7 +250,7 @@ def _phases(log: ProgramLog) -> Iterator[None]:
     """
 
     def in_forward(closure: Any) -> Any:
-        """A closure whose ops are no optimizer's, but forward's and backward's."""
+        """The optimizer's closure, with its ops logged as forward and backward."""
 
         def run() -> Any:
             log.phase = "forward"

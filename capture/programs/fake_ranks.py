@@ -249,7 +249,7 @@ def _meshes_hold_real_ranks(log: ProgramLog) -> Iterator[None]:
                 on_gpus.add(mesh)
 
     def alltoall(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
-        """As ``alltoall``: a tensor that is sharded along one dim is along another."""
+        """Change the dim along which a tensor is sharded, by all_to_all as on GPUs."""
         if mesh not in on_gpus:
             return original_alltoall(tensor, gather_dim, shard_dim, mesh, axis)
         parts = [p.contiguous() for p in tensor.chunk(mesh.size(axis), shard_dim)]

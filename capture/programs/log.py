@@ -129,7 +129,7 @@ class ProgramLog(OpLog):
         self.sizes[number] = nbytes
 
     def take(self, nbytes: int, extra_bytes: int = 0) -> None:
-        """Count memory that is taken, or given back below 0; ``meanwhile``: more until then."""
+        """Count bytes taken, or given back where negative; ``extra_bytes``: more, meanwhile."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
         self.least_bytes = min(self.least_bytes, self.live_bytes)
@@ -200,11 +200,11 @@ class ProgramLog(OpLog):
 
     @contextmanager
     def whole(self, *, fused: bool = True, graphed: bool = False) -> Iterator[None]:
-        """Log ops inside, and those of their backward, as one call of a compiled function.
+        """Log the ops inside, and those of their backward, as one call of a compiled function.
 
-        Host events of modules, views and autograd inside are not counted: the compiled function
-        launches the kernels, where ``graphed`` as one CUDA graph for each phase. Not ``fused``: it
-        is no compiled function but a CUDA graph, whose ops are kernels of their own.
+        The compiled function launches the kernels, so that host events of modules, views and
+        autograd inside are not counted. ``graphed``: it launches one CUDA graph for each phase. Not
+        ``fused``: a CUDA graph without a compiler, whose ops stay kernels of their own.
         """
         if self.compiled.running:
             yield
@@ -340,11 +340,7 @@ class ProgramLog(OpLog):
             self.python("tp_loss" if func in LOSS else "dtensor_op")
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one of FSDP's copies into or out of its buffer, and log it as one kernel over it.
-
-        ``of``: empty views of the parts, so that the call touches their memory and counts bytes
-        once. FSDP's hooks are never compiled: the call belongs to no compiled function.
-        """
+        """Run one of FSDP's copies into or out of its buffer, and log it as one kernel."""
         output = func(*args, **kwargs)
         flat = [t.reshape(-1) for t in tensors_in((args[0], kwargs))]
         buffer = max(flat, key=torch.Tensor.numel)

@@ -1,7 +1,8 @@
 """Keeps a script inside its process: no sockets, no programs, no other processes.
 
-Of processes that it starts for its ranks, that of this rank runs here. Those that other modules
-start, pools of processes and managers of shared objects are threads here, which compute for real.
+A script that starts one process per rank runs here as the captured rank's process alone. Processes
+that other modules start, pools of processes and managers of shared objects become threads, which
+compute for real.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _without_runs(wandb: Any) -> None:
 
 
 def _refuse(what: str, start: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function that raises RefusedError, but to a DataLoader, for which it calls ``start``."""
+    """A function that raises RefusedError; a DataLoader that calls it gets ``start`` instead."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         if start and _by_loader():
@@ -120,10 +121,7 @@ def _refuse(what: str, start: Callable[..., Any] | None = None) -> Callable[...,
 
 
 def _of_unix(name: str, what: str) -> Callable[..., Any]:
-    """A method of sockets that is refused but to Unix sockets, by which workers pass batches.
-
-    ``bind`` to port 0 is allowed: a program looks for a free port.
-    """
+    """Wrap a method of sockets: only Unix sockets, by which workers pass batches, may use it."""
     method, refused = getattr(socket.socket, name), _refuse(what)
 
     def call(own: socket.socket, address: Any) -> Any:
@@ -139,14 +137,14 @@ def _by_loader() -> bool:
 
 
 def _starting_tools(owns: Callable[[str], bool]) -> Callable[..., None]:
-    """``Popen.__init__`` for which programs but ``TOOLS`` are not there; nvidia-smi lists GPUs.
+    """A ``Popen.__init__`` that finds no programs but ``TOOLS``; ``nvidia-smi -L`` lists the GPUs.
 
-    ``owns``: whether a file is the script's own, which may not start Python either.
+    ``owns``: whether a file is the script's own. Other files may also start ``python -c``.
     """
     original_init = subprocess.Popen.__init__
 
     def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
-        """As ``Popen.__init__``; a shell says that programs but ``TOOLS`` are not there."""
+        """As ``Popen.__init__``; a shell that would start a refused program prints an error."""
         if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
             args, options["shell"] = ["echo", _listed_gpus()], False
         files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
@@ -171,7 +169,7 @@ def _listed_gpus() -> str:
 
 
 def _programs(line: str) -> list[str]:
-    """The programs that a shell's line starts; the whole line where commands are inside others."""
+    """The programs that a line of shell starts; the whole line where commands are nested."""
     if any(inner in line for inner in ("`", "$(", "\n")):
         return [line]
     words = list(shlex.shlex(line, posix=True, punctuation_chars=True))
@@ -186,10 +184,10 @@ def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options
 
 @contextmanager
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Of the processes that a script starts, one for each rank, run this rank's alone, here.
+    """If a script starts a process for each rank, run the target of this rank's process here.
 
-    Those of one target function are the ranks, in order. Daemons, such as readers of data, and
-    processes that modules outside its folder start, become threads.
+    Processes with the same target function are the ranks, in order of their start. Daemons, such as
+    readers of data, and processes that modules outside its folder start, become threads.
     """
     original_start, original_join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
 

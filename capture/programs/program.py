@@ -44,12 +44,12 @@ class ProgramCapture:
     messages to and from a rank have a stream each, since NCCL runs them side by side.
 
     ``peak_bytes``: the most memory that a rank's tensors take during the step; ``held_bytes``: the
-    least, of the rank that takes most. ``samples``: those that DataLoaders give a rank in it, 0
-    without any; ``rows_given``: then the first axes of what its model is given, added up, 0 where
-    not each backward has one forward. ``grouped``: its ranks made a process group.
-    ``optimizer_steps``: how many steps of optimizers are in it, those without a backward between
-    them counted once. ``passes``: which backwards and updates are in it, and the lines that call
-    them. ``notes``: what was assumed of it, in sentences.
+    least, of the rank that takes most. ``samples``: how many DataLoaders give a rank in the step, 0
+    without DataLoaders. Then ``rows_given`` counts them by the first axes of the model's inputs; 0
+    where not each backward has one forward. ``grouped``: whether the ranks made a process group.
+    ``optimizer_steps``: how many steps optimizers make in it; those without a backward between them
+    count as one. ``passes``: its backwards and updates, and the lines that call them. ``notes``:
+    what was assumed, in sentences.
     """
 
     world_size: int

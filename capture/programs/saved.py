@@ -1,9 +1,4 @@
-"""What a script saves it can load: tensors keep their form, and known values.
-
-That holds for ``torch.save``, modules given to ``torch.jit`` (``replaced.scripted``), safetensors
-and ``torch.distributed.checkpoint``. The files hold no data beside these, and are removed when the
-script ends (``kept_files``).
-"""
+"""Lets a script load what it saves: tensors keep shape, dtype and device, and known values."""
 
 from __future__ import annotations
 
@@ -42,9 +37,9 @@ DISTRIBUTED = ".metadata"  # the file by which torch.distributed.checkpoint know
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles fake tensors by shape, dtype and device, with their values where they are known.
+    """Pickles fake tensors by shape, dtype and device, with their values where these are known.
 
-    Of modules given to ``torch.jit`` it writes a number, since they have no code to write.
+    A module given to ``torch.jit`` is pickled as its number in ``SCRIPTED``: its code cannot be.
     """
 
     def __init__(self, file: Any, known_values: KnownValues) -> None:
@@ -52,7 +47,7 @@ class _Pickler(pickle.Pickler):
         self._known_values = known_values
 
     def reducer_override(self, value: Any) -> Any:
-        """How a tensor is made again, as pickle asks: a function and its arguments."""
+        """How pickle makes a value again: a function and its arguments."""
         if is_scripted(value):
             SCRIPTED.append(copy.deepcopy(value))
             return _scripted, (len(SCRIPTED) - 1,)
@@ -94,7 +89,7 @@ def _opened(file: Any, mode: str) -> AbstractContextManager[Any]:
 
 
 def _save(known_values: KnownValues, obj: object, f: Any, *args: Any, **options: Any) -> None:
-    """As ``torch.save``; an object that cannot be pickled here (FSDP's groups) leaves a part."""
+    """As ``torch.save``; where an object cannot be pickled (FSDP's groups), the file ends early."""
     data = BytesIO()
     with suppress(TypeError, AttributeError, RuntimeError, pickle.PicklingError):
         _Pickler(data, known_values).dump(obj)
@@ -163,9 +158,9 @@ class _Opened:
 
 
 class _Unread(_Opened):
-    """As ``safe_open`` of another file: floats have shapes but no data, others are read on demand.
+    """As ``safe_open`` of a file not written here: floats are empty, integers read on demand.
 
-    Reading by safetensors itself (``read``) maps the whole file, and a GPU's memory by address.
+    safetensors itself (``read``) would map the whole file, and a GPU's memory by address.
     """
 
     def __init__(self, file: Any, device: Any, read: Callable[..., Any]) -> None:

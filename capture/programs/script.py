@@ -99,8 +99,9 @@ class Script:
         return "".join(f"{_short(file)}:{number}" for file, number in innermost)
 
     def quoted(self, lines: Lines) -> str:
-        """Quote at most two of these lines in brackets: the script's innermost, and the innermost
-        of all if that is a library's; "" for no lines.
+        """Quote up to two of these lines in brackets; "" for no lines.
+
+        They are the script's innermost line, and the innermost of all if that is a library's.
         """
         own = [line for line in lines if self.owns(line[0])][-1:]
         below = [line for line in lines[-1:] if line not in own]
@@ -172,7 +173,8 @@ def capture_script(
 def _rows_given(steps: Steps, taken: TakenBatches) -> int:
     """Samples that the model got in the kept iteration, by the first axes of its inputs.
 
-    0 where DataLoaders give batches, or where forwards and backwards differ in number.
+    0 where DataLoaders give batches, which count instead, or where not each backward has one
+    forward.
     """
     backwards = sum(what == "backward" for step in steps.kept for what, _ in step.passes)
     alone = taken.loader is None and len(taken.samples) == backwards
@@ -328,7 +330,7 @@ def _warnings(written: int) -> dict[str, None]:
 
 
 class _Heard:
-    """What attempts to run a script tell beside what they capture: batches, and what it asked."""
+    """What an attempt to run a script tells besides its capture: batches, and what it asked for."""
 
     def __init__(self, name: str, taken: TakenBatches, asked: Asked) -> None:
         self._name, self._taken, self._asked = name, taken, asked

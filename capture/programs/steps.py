@@ -43,19 +43,19 @@ Place = tuple[int, Lines]  # the index in KINDS of what ended, and where
 
 
 class EnoughSteps(BaseException):
-    """Raised to end a script when enough of its steps ran: no ``except Exception`` stops it."""
+    """Raised to end a script when enough steps ran; no ``except Exception`` stops it."""
 
 
 class Step(NamedTuple):
-    """What a rank launched in a step, and what ended in it.
+    """What a rank launched in a step, and what happened in it.
 
-    ``places``: what ended, where. ``stepped``: how often each optimizer stepped, by its id; under
-    ``UPDATES``: how often one did after a backward, others right after it not counted. ``passes``:
-    backwards and updates with the lines that called them, in order. ``inferences``: forward passes
-    of models in evaluation; ``evaluated``: where such a model is one that is trained, and its
-    outputs are not learned from. ``updated``: number of tensors written in place outside modules
-    and backward. ``on_gpu``: number of ops that read a tensor on the GPU. ``fed``: the lines that
-    copied each tensor that came there from the host.
+    ``places``: (kind of end, lines) of each forward, backward or update. ``stepped``: how often
+    each optimizer stepped, by its id; under ``UPDATES``: how often one stepped after a backward,
+    not counting others right after it. ``passes``: backwards and updates with the lines that called
+    them, in order. ``inferences``: forwards of models in evaluation mode; ``evaluated``: where such
+    a model is one that is trained, and its outputs are not learned from. ``updated``: number of
+    tensors written in place outside modules and backward. ``on_gpu``: number of ops that read a
+    tensor on the GPU. ``fed``: the lines that copied each tensor from the host.
     """
 
     calls: list[OpCall]
@@ -77,18 +77,18 @@ class Step(NamedTuple):
 class Steps:
     """Finds the steps of a running script, and keeps what its rank launched in one iteration.
 
-    A step ends with each step of the first optimizer that the same line calls. In a script that
-    makes none it ends where the same line begins to update parameters by hand after a backward, in
-    one that does not with each backward that the same line calls, in one without these with each
-    forward of a module. ``on_gpu``: these three count once the script computes on a GPU. ``lines``
-    returns which lines run now, ``quoted`` lines as text; ``notes`` say what a step is, if none of
-    an optimizer.
+    A step ends where the optimizer that steps first does so again on the same line. A script
+    without optimizers has steps that end where a line begins to update parameters by hand after a
+    backward; without such updates, with each backward of one line; without backwards, with each
+    forward of a module. ``on_gpu``: steps without an optimizer count only once the script computes
+    on a GPU. ``lines`` returns the lines that run now, ``quoted`` turns them into text; ``notes``
+    say what ends a step, if no optimizer does.
 
-    An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
-    generators that critics outnumber. It lasts until the rarest of them has come again, for which
-    ``LONGEST`` steps are waited, or ``patience_s`` seconds from the script's begin. It is a
-    later one if what is trained was evaluated in it, and not in others, or if most of others have
-    another number of micro-batches.
+    An iteration is one step, or several where a loop runs some lines less often, as with rollouts,
+    or a generator trained once for several critics. It ends when the rarest of them has run again;
+    the search ends after ``LONGEST`` steps, or ``patience_s`` seconds after the script's begin. A
+    later iteration is taken if a trained model was evaluated in this one and not in others, or if
+    most others have another number of micro-batches.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Steps:
     def optimizer_steps(self) -> int:
         """How many steps of optimizers the iteration that was kept has.
 
-        Those without a backward between them are one: of ZeRO-3's groups, or a model's optimizers.
+        Steps without a backward between them count as one: ZeRO-3's groups, or one model's
+        optimizers.
         """
         stepped = sum((step.stepped for step in self.kept), Counter[int]())
         return stepped[UPDATES] or max(stepped.values(), default=1)
@@ -140,7 +141,8 @@ class Steps:
     def kept_passes(self, named: Callable[[Lines], str]) -> tuple[str, ...]:
         """Which line calls how many backwards and updates of the kept iteration, in words.
 
-        Updates before its first backward, by other optimizers than the one that ends it, come last.
+        Updates that other optimizers make before the first backward come last: they end the one
+        before.
         """
         passes = [(what, named(lines)) for step in self.kept for what, lines in step.passes]
         first = next((i for i, (what, _) in enumerate(passes) if what == "backward"), 0)
@@ -163,7 +165,7 @@ class Steps:
         PREPARE(optimizer)
 
     def end(self, kind: str, owner: Any) -> None:
-        """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
+        """Note the end of one of ``KINDS``; ``owner``: the optimizer, or the module."""
         if kind == "forward":
             self.evaluations.ran(owner, self.trains_later)
             if not owner.training:
@@ -174,7 +176,7 @@ class Steps:
         self._end(KINDS.index("warm-up" if is_warm_up else kind), owner, self.lines())
 
     def _note_inference(self, model: Any) -> None:
-        """Note the outputs of a model in evaluation: a loss may read them, as in RL."""
+        """Note the outputs of a model in evaluation mode: a loss may read them, as in RL."""
         outputs = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.ran[1])]
         inference = Inference(
             calls=len(self.earlier) + len(self.log.calls),
@@ -185,8 +187,10 @@ class Steps:
         self.inferences.append(inference)
 
     def _end(self, kind: int, owner: Any, lines: Lines) -> None:
-        """Note that ``KINDS[kind]`` ended at these lines. It ends a step if no later one of
-        ``KINDS`` was seen yet, and if this one ended most often here.
+        """Note that ``KINDS[kind]`` ended at these lines; this may end the step.
+
+        It does unless ends of a later kind were seen, and if none came more often than at these
+        lines.
         """
         if self.log.after_graph is not None:  # it ends whenever the graph is launched
             self.log.after_graph.append(partial(self._end, kind, owner, lines))
@@ -217,7 +221,7 @@ class Steps:
             self._waits()
 
     def _join(self, ended: Sequence[Step]) -> None:
-        """Merge steps, ended by an earlier one of ``KINDS``, into the step that runs."""
+        """Merge steps into the one that runs: an earlier one of ``KINDS`` had ended them."""
         for step in ended[::-1]:
             self.places |= step.places
             self.passes[:0] = step.passes
@@ -226,8 +230,9 @@ class Steps:
             self.gpu_ops -= step.on_gpu
 
     def _waits(self) -> None:
-        """Count a backward, or a pass over a DataLoader; after ``WAITED`` of them without an
-        optimizer's step, end the script.
+        """Count a backward, or a pass over a DataLoader.
+
+        After ``WAITED`` of them without an optimizer's step, end the script.
         """
         self.waited += 1
         if self.waited == WAITED:
@@ -292,8 +297,7 @@ class Steps:
             raise EnoughSteps
 
     def _is_whole(self, lines: Lines) -> bool:
-        """Whether to stop: an iteration is complete (it becomes ``kept``), or the search takes too
-        long.
+        """Whether to stop: an iteration is complete (it becomes ``kept``), or it takes too long.
 
         An iteration lies between two visits of the loop's rarest place.
         """
@@ -321,10 +325,10 @@ class Steps:
         return late
 
     def _averages(self, lines: Lines) -> list[set[Place]]:
-        """By step, the place ``AVERAGES`` if it updates moving averages of weights, else no place.
+        """By step, the place ``AVERAGES`` if it moves averages of the weights (EMA), else no place.
 
-        It does if it writes many more tensors than other steps: at least half as many more as are
-        trained. Never the first step, which also made the model.
+        Such a step writes many more tensors than others: at least half as many more as are trained.
+        The first step never counts, as the model is made in it.
         """
         counts = [step.updated for step in self.ended]
         enough = min(counts[1:] or counts) + max(1, len(self.trained) / 2)
@@ -342,7 +346,7 @@ class Steps:
         return counts[len(self.ended[-1].passes)] < max(counts.values())
 
     def _left_out(self) -> list[str]:
-        """Notes on what the loop runs in some steps, and not in the iteration that was kept."""
+        """Notes on what the loop runs in other steps than those of the iteration that was kept."""
         n, lines = len(self.ended), self.kept[-1].passes[-1][1]
         averages = zip(self.ended, self._averages(lines), strict=True)
         ran = {id(step): step.places | step.evaluated | more for step, more in averages}
@@ -364,7 +368,7 @@ class Steps:
         return any(own and not own & self.trained for own in owned)
 
     def restore(self) -> None:
-        """Let the log and the batches be those of the iteration that was kept."""
+        """Put the kept iteration back into the log, and into the record of batches."""
         if KINDS[self.kind] == "optimizer":
             self.notes += self._left_out()
         log, host = self.log, Counter[str]()

@@ -53,10 +53,10 @@ def eager_attention(
 
 
 def kernel_left(masked: bool) -> str:
-    """The attention kernel left if the program switched others off; "" if it is still open.
+    """The one attention kernel that the program left switched on; "" if several could run.
 
-    ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp`` switch them; flash takes no mask.
-    ``EAGER`` is torch's computation by separate ops.
+    ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp`` switch kernels; flash takes no
+    mask. ``EAGER`` is torch's computation by separate ops.
     """
     on = torch.backends.cuda
     efficient, flash = on.mem_efficient_sdp_enabled(), on.flash_sdp_enabled() and not masked
@@ -80,8 +80,8 @@ def attention_as(attn: str) -> Iterator[None]:
 def flex_as_sdpa(guesses: dict[str, StackSummary]) -> Iterator[None]:
     """Replace flex_attention by scaled_dot_product_attention inside the context.
 
-    Convention: every mask costs what a causal one does, one of ``guesses``, and changes to scores
-    cost nothing.
+    Convention: every mask costs what a causal one does (noted in ``guesses``), and changes to
+    scores cost nothing.
     """
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is None:
@@ -154,7 +154,7 @@ class _LoggedAttention(torch.autograd.Function):
 
 
 def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
-    """The options of a call of attention that decide its time, with the kernel if it is known."""
+    """The options of an attention call that decide its time, with the kernel if that is known."""
     return {
         "is_causal": bool(options.get("is_causal", False)),
         "dropout_p": float(options.get("dropout_p", 0.0)),

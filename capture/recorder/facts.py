@@ -84,9 +84,9 @@ def note_message(facts: Any, func: Any, args: Any, kwargs: Any, result: Any) -> 
 
 
 def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: int) -> None:
-    """Note what a message writes: the numbers read, repeated as often as they fit, times ``terms``.
+    """Note what a message writes: the values read, times ``terms``, repeated to fill it.
 
-    ``terms``: how many equal numbers are summed. Lists of equal length are sent pair by pair.
+    ``terms``: how many ranks' equal values are summed. Lists of equal length are sent pair by pair.
     """
     if len(read) == len(written) > 1:
         for sent, filled in zip(read, written, strict=True):
@@ -119,7 +119,7 @@ def flatten_lists(values: Sequence[Argument]) -> list[Argument]:
 
 
 def share_passing_finite_check(name: str, args: Args) -> float | None:
-    """Share of elements for which a check for NaN or infinity is true, if all numbers are finite.
+    """Share of elements for which a check for NaN or infinity is true if all values are finite.
 
     Such checks are ``isnan``, ``x == x``, ``x == inf``, and ``_is_all_true``, by which
     ``torch.distributions`` checks arguments. None for any other op.
@@ -241,7 +241,10 @@ def _fills(name: str) -> str:
 
 
 def filled(name: str, args: Args, output: Argument) -> Tensor | None:
-    """The values of a small tensor that an op fills with a number; None for others, many floats."""
+    """Values of a small tensor that an op fills with one number; None where not followed.
+
+    Followed are single numbers and small integer tensors.
+    """
     kind = _fills(name)
     number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
     if kind == "uniform_":  # from 0 to 1 where nothing is given
@@ -256,7 +259,7 @@ def filled(name: str, args: Args, output: Argument) -> Tensor | None:
 
 
 def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tensor | None:
-    """The values of AND with a mask of zeros, or OR with one of ones; None for anything else."""
+    """The values of AND with a mask that is all zero, or OR with one that is all one; else None."""
     kind = name.removesuffix("_")
     if kind not in (*AND, *OR) or not isinstance(output, torch.Tensor):
         return None
@@ -321,7 +324,7 @@ class Known:
         finalize(memory, self._overwritten.discard, memory._cdata)
 
     def _drop(self, tensor: Tensor, overwritten: bool) -> None:
-        """Forget a tensor's values, and all that share its memory if that was ``overwritten``."""
+        """Forget a tensor's values; if its memory was ``overwritten``, also those that share it."""
         fact = self.facts.pop(tensor)
         if overwritten and fact is not None and fact.values is not None:
             self._forget(fact.values)
@@ -350,10 +353,10 @@ class Known:
 
     @contextmanager
     def lists_at_once(self) -> Iterator[None]:
-        """Let ``tolist`` of a fake tensor read one element only, where torch reads each by itself.
+        """Let ``tolist`` of a fake tensor read one element only; torch would read each by itself.
 
-        It returns the known values, else this element over and over. Also counts (``numbers_read``)
-        that a program lists real tensors or hands them to NumPy; deep copies keep what is known.
+        It returns the known values, else this element repeated. ``numbers_read`` also counts real
+        tensors that are listed or handed to NumPy; deep copies keep what is known.
         """
         one_by_one, copy = FakeTensor.tolist, FakeTensor.__deepcopy__
 

@@ -249,10 +249,10 @@ MADE = torch.ops.aten.lift_fresh.default  # what torch.tensor() ends with
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Run an op on fake tensors; without torch, which is slow, in these cases.
+    """Run an op on fake tensors; common cases skip torch's dispatch, which is slow.
 
-    A number that the program makes is a fake tensor with its value; a known number is read; a view
-    is a part of the same memory; results are remembered.
+    A number that the program makes becomes a fake tensor with its value, a known number is read, a
+    view shares its memory, and results of other ops are remembered.
     """
     if views_one(func) and type(args[0]) is FakeTensor and args[0].constant is None:
         return view_of(func, args, kwargs)

@@ -164,7 +164,7 @@ class OpLog(TorchDispatchMode):
         )
 
     def add(self, op: str, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Log one call; ``mm.out`` as ``mm``, and sums of backward in place, as a GPU does them."""
+        """Log one call. ``mm.out`` becomes ``mm``; sums in backward are in place, as on a GPU."""
         if op.endswith(".out"):
             op = op.removesuffix("out")
             overloads = getattr(torch.ops.aten, op.split(".")[1]).overloads()
@@ -263,7 +263,7 @@ class OpLog(TorchDispatchMode):
         """Log that the host waits for numbers from the device, unless it has them already.
 
         It has numbers that it drew at random, an optimizer's step counter, and the rest of a list
-        of which it has just read one.
+        whose first element it has just read.
         """
         drawn = self.routing is not None and self.routing.drawn(tensor)
         has_just_read = bool(self.calls) and self.calls[-1].op == ITEM
@@ -284,14 +284,13 @@ def capture_step(
 ) -> StepCapture:
     """Capture the op calls of one training or inference step of the model that ``build`` makes.
 
-    The optimizer's second update is captured: the first one allocates its state. All of the second
-    step is captured where the first one changes attributes of modules (such as tables that they
-    keep), where there are recurrent networks, and where inputs have gradients, to which it adds.
-    ``fake``: True to run on fake tensors, without computing; False to run two steps for real; or
-    the mode of a program's fake tensors, whose TF32 flags hold, and of which unknown numbers are
-    guessed. Dtype tf32 allows TF32 everywhere.
-    ``samples`` and ``tokens`` of the batch are only stored with the capture. ValueError for ops
-    whose shapes depend on data, except in the routing of experts (``capture.routing``).
+    Two steps run, since the optimizer allocates its state in the first. Forward and backward are
+    those of the first step; of the second if the first changes attributes of modules (such as
+    cached tables), if there are recurrent networks, or if inputs collect gradients. ``fake``: True
+    runs on fake tensors, without computing; False runs for real; a program's fake mode runs under
+    its TF32 flags and guesses unknown numbers. Dtype tf32 allows TF32 everywhere. ``samples`` and
+    ``tokens`` of the batch are only stored. ValueError for ops whose shapes depend on data, except
+    in the routing of experts (``capture.routing``).
     """
     asked, of_program = settings.dtype == "tf32", isinstance(fake, FakeTensorMode)
     allowed = in_tf32 if of_program and not asked else lambda _: asked

@@ -28,9 +28,9 @@ def recurrent_networks(log: Any) -> Iterator[None]:
 
 
 def _run(log: Any, cell: str, run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """Run a network, with ``args`` as in ``torch.lstm``; log its facts, and its number in its ops.
+    """Run a recurrent network, log its facts, and number its ops; ``args`` are ``torch.lstm``'s.
 
-    Packed sequences run unlogged: the network over padded ones that they become is logged.
+    Packed sequences are not logged here: they become padded ones, whose network is logged.
     """
     states, weights, _, layers, *_, bidirectional, batch_first = args
     if isinstance(states, Tensor) and states.dtype == torch.int64:

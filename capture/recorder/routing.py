@@ -6,10 +6,10 @@ rounded up. Random integers, and indices drawn by weights, are spread evenly ove
 Batches are full: no element of an integer input equals a named number (padding). A mask of ones is
 all true, a layer that is dropped at random with a rate below one half is kept, and all numbers are
 finite. What is known of masks, counts and indices is followed through the ops that routers use; the
-values of small integer tensors and masks are computed. An op whose shape depends on data of which
-nothing is known raises torch's error, unless guesses are asked for: then a mask is true for a share
-of its elements, as many values differ from all before them, ops of libraries keep as many rows,
-repeats are one, and so is a number that is read. Checks of them pass (``user_errors.passing``).
+values of small integer tensors and masks are computed. An op whose shape depends on unknown data
+raises torch's error, unless guesses are asked for. Then a share ``TRUE_SHARE`` of a mask is true,
+the same share of values is distinct, and libraries' ops keep this share of rows; repeat counts, and
+numbers that the host reads, are 1. The user's checks of such data pass (``user_errors.passing``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ KEEP = {
 class Routing(Known):
     """Runs ops on fake tensors and keeps what is known about the values of integers and masks.
 
-    ``guesses``: given where unknown data are to be guessed: gets each guess, and its first stack.
+    ``guesses``: a dict if unknown data may be guessed, which gets each guess with the stack where
+    it was first made; else None.
     """
 
     def __init__(self, guesses: dict[str, StackSummary] | None = None) -> None:
@@ -161,8 +162,9 @@ class Routing(Known):
         return 1.0 if args[0].is_floating_point() else 1
 
     def _turned(self, number: Argument) -> Argument:
-        """A guessed number, negated at every ``TURNS_AFTER``-th read in the same line, to end loops
-        whose condition nobody knows; other reads of the same loop test are negated with it.
+        """A guessed number, negated at every ``TURNS_AFTER``-th read by the same line.
+
+        It ends loops whose condition nobody knows; all reads in one loop test are negated.
         """
         if self.guesses is None:
             return number
@@ -178,8 +180,9 @@ class Routing(Known):
         return not number
 
     def _made_up(self, name: str, args: Args, kwargs: Kwargs) -> Args:
-        """The arguments with made-up integers where nobody knows the values: repeats are 1, else a
-        share ``TRUE_SHARE`` is distinct, or as many as ``bincount`` has bins.
+        """Make up values that nobody knows: repeats are 1, of others ``TRUE_SHARE`` is distinct.
+
+        For ``bincount``, as many values as it has bins.
         """
         at_least = args[2:] if name == "bincount" else ()
         bins = kwargs.get("minlength", next(iter(at_least), 0))
@@ -203,7 +206,7 @@ class Routing(Known):
     def _note_output(
         self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
     ) -> None:
-        """Keep what follows from an op for its output; ``known`` is about its first argument."""
+        """Note what is known of an op's output; ``known`` is the fact about its first argument."""
         name = func._schema.name.removeprefix("aten::")
         if known is not None and known.values is not None and overwrites(func):
             if is_random(func) or not self._known_by_value(args):
@@ -248,7 +251,7 @@ class Routing(Known):
             self.facts[output] = fact_of_number(name, args, output) or guess
 
     def _note_certain(self, name: str, args: Args, output: Argument) -> bool:
-        """Note a result that is the same whatever the unknown values are; returns whether it is."""
+        """Note a result that does not depend on the unknown values; returns whether it is such."""
         if not may_be_certain(name):
             return False
         with _disable_current_modes():
@@ -279,7 +282,7 @@ class Routing(Known):
         return fact.mean if tensor.is_floating_point() else round(fact.mean)
 
     def _count(self, mask: Tensor) -> int | None:
-        """How many elements of a mask are true: its mean times its size, rounded up."""
+        """Number of true elements of a mask: mean times size, rounded up; None if unknown."""
         fact = self.fact(mask) or Fact()
         unknown = fact.mean is None and fact.values is None
         if (unknown or fact.guessed) and not self._guesses():
@@ -318,7 +321,7 @@ class Routing(Known):
         return output
 
     def _spread(self, output: Argument, total: int, over: int) -> None:
-        """Note counts in ``output`` that differ by at most one and add up to ``total``."""
+        """Note counts in ``output`` that add up to ``total`` and differ by at most one."""
         with _disable_current_modes():
             values = torch.zeros(output.shape, dtype=output.dtype)
             values[:over] = total // over
@@ -359,7 +362,7 @@ class Routing(Known):
         return expected(name, args, [self.fact(a) for a in args]) or Fact()
 
     def _note_sum(self, first: Tensor, output: Argument, known: Fact) -> None:
-        """Note a sum of a mask or of counts: the mean; for sums into a vector, equal counts."""
+        """Note a sum of a mask or of counts: its mean; for a sum into a vector, equal counts."""
         if known.mean is None:
             return
         total = known.mean * first.numel()

@@ -102,10 +102,10 @@ def fake_sparse(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_row_ops(op: str, args: Args, outputs: Args) -> tuple[str, Args, Args]:
-    """Ops on the gradient of a sparse embedding table as ops on the rows that it holds.
+    """Rewrites ops on a sparse embedding gradient as dense ops on the rows that it holds.
 
-    The gradient of a bag is spread over its lookups (``index_select``), and added to the table
-    (``index_add_``). All other ops stay as they are.
+    The gradient of a bag is copied to each of its lookups (``index_select``), and added to the
+    table (``index_add_``). All other ops stay as they are.
     """
     if op == "aten._embedding_bag_backward.default" and is_row_sparse(outputs[0]):
         op, args = "aten.index_select.default", (args[0], 0, args[1])
@@ -191,7 +191,7 @@ def _compressed(parts: Sequence[Tensor], size: Sequence[int], layout: torch.layo
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """New values at the pattern of a sparse tensor."""
+    """A sparse tensor with new values at the same positions."""
     *indices, values = parts_of(tensor)
     values = torch.empty(values.shape, dtype=dtype or tensor.dtype)
     if tensor.layout == torch.sparse_coo:

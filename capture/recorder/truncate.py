@@ -25,9 +25,9 @@ KEPT = 3  # the middle one stands for those left out: work beside the first and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """What lists lost, by their names: how many modules those of equal ones did.
+    """What was cut from lists, by name. ``repeats``: how many modules lists of equal ones lost.
 
-    ``order``: of lists of several kinds, for each layer the number of the one that stands for it.
+    ``order``: for lists of several kinds, by layer the number of the layer that stands for it.
     """
 
     repeats: dict[str, int] = field(default_factory=dict)
@@ -35,10 +35,7 @@ class Shortened:
 
 
 class Skipped(torch.nn.Module):
-    """Stands for a layer that equals one before it, and returns its input.
-
-    It has the layer's attributes; the layer's parameters are no part of the model.
-    """
+    """Stands for a layer that equals an earlier one, and returns its input."""
 
     def __init__(self, layer: torch.nn.Module, passes_on: Callable[..., Any]) -> None:
         super().__init__()
@@ -53,10 +50,10 @@ class Skipped(torch.nn.Module):
 
 
 def _passing_on(equal: torch.nn.Module, undo: ExitStack) -> Callable[..., Any]:
-    """A function that returns its first input, in the form of what this equal layer returned last.
+    """A forward that returns its first input, in the form that the layer ``equal`` returned.
 
-    ``undo`` removes the hook that notes it. ValueError, when that layer runs, if its output has
-    another shape than its input: equal layers could not follow each other.
+    ``undo`` removes the hook that notes that form. When ``equal`` runs: ValueError if its output
+    has another shape than its input, as equal layers could not follow each other.
     """
     returned: list[Any] = []
 
@@ -131,10 +128,10 @@ def _all_used(captured: StepCapture, order: Mapping[str, Sequence[int]]) -> bool
 def shorten_lists(model: torch.nn.Module, undo: ExitStack) -> Shortened:
     """Shorten every outermost list of modules in which one stands for others; ``undo`` restores it.
 
-    Modules are equal if their classes and parameter shapes are. Lists stay whole that lie inside a
-    layer (``stages.2.blocks``), as a part of it; that hold lists of several kinds, as parameters do
-    not tell which they are of; and of whose several kinds more than half would stay. A model that
-    indexes a list that is cut, or knows its length, breaks: capture it whole.
+    Modules are equal if their classes and parameter shapes are. A list stays whole if it lies
+    inside a layer (``stages.2.blocks``), if it holds lists of several kinds, or if more than half
+    of its modules would stay. A model that indexes a shortened list, or knows its length, breaks:
+    capture it whole.
     """
     lost = Shortened()
     for name, module in list(model.named_modules()):
@@ -159,7 +156,7 @@ def shorten_lists(model: torch.nn.Module, undo: ExitStack) -> Shortened:
 
 
 def _shorten(layers: Any, order: Sequence[int], undo: ExitStack) -> None:
-    """Cut a list behind the last layer that stands for others; let those that do not pass on."""
+    """Cut a list after the last layer that stands for others; unneeded ones pass their input on."""
     del layers[max(order) + 1 :]
     left_out = {*range(len(layers))} - {*order}
     passing = {i: _passing_on(layers[i], undo) for i in {order[i] for i in left_out}}
@@ -168,11 +165,11 @@ def _shorten(layers: Any, order: Sequence[int], undo: ExitStack) -> None:
 
 
 def standing(kinds: Sequence[object]) -> tuple[int, ...]:
-    """For each layer of a list of several kinds the number of the one that stands for it.
+    """For each layer of a list of several kinds, the number of the layer that stands for it.
 
-    Of each kind the first stands for itself, since work beside it is done once, and the second for
-    all others. If kinds alternate, layers of the first two periods stand for all, and the last of
-    these only for the last of all: kinds ABABABAB are (0, 1, 2, 1, 2, 1, 2, 3).
+    The first of each kind stands for itself, since some work is done only once, and the second for
+    all others. If kinds alternate, layers of the first two periods stand for all, the last of these
+    for the last layer alone: kinds ABABABAB are (0, 1, 2, 1, 2, 1, 2, 3).
     """
     run_length = min(2 * _period(kinds), len(kinds))
     standing_in = {kind: list[int]() for kind in kinds}

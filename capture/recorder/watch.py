@@ -1,4 +1,4 @@
-"""Dtypes, module calls, host events and gradients of a step while its ops are captured."""
+"""Watches a step while its ops are captured: dtypes, module calls, host events, gradients."""
 
 from __future__ import annotations
 
@@ -55,17 +55,16 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
 
 
 def attributes(model: torch.nn.Module, counted: Collection[str] = ()) -> list[int]:
-    """What modules and objects that they hold have as attributes, by identity and length.
+    """Ids and lengths of the attributes of modules and of objects that they hold.
 
-    Two results that are equal show that a step between them changed no attribute, but maybe those
-    that are ``counted``.
+    Equal lists before and after a step show that it changed no attribute, except ``counted`` names.
     """
     values = attribute_values(model, counted)
     return [*map(id, values), *(len(v) for v in values if isinstance(v, SIZED))]
 
 
 def attribute_values(model: torch.nn.Module, counted: Collection[str] = ()) -> list[Any]:
-    """What attributes of modules and of objects that they hold are, but for ``counted`` names."""
+    """Values of attributes of modules and of objects that they hold, except ``counted`` names."""
     values = [v for m in model.modules() for n, v in vars(m).items() if n not in counted]
     values += torch.nn.Module.buffers(model)  # Megatron's wrappers have a list of this name
     plain = [v for v in values if hasattr(v, "__dict__")]
@@ -79,8 +78,9 @@ def accumulates(inputs: object) -> bool:
 
 
 class MadeBy:
-    """Finds the numbered stretch of a step, such as a compiled function's call, that an op is part
-    of: in backward, the one in which forward made the autograd node that runs.
+    """Tells to which numbered stretch of a step, such as a compiled call, the running op belongs.
+
+    In backward it is the stretch in which forward made the autograd node that runs.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""What a script asks of the machine it runs on: its capture holds while the answers stay."""
+"""What a script asks of the machine it runs on: a kept capture is valid while all answers are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -107,10 +109,7 @@ class Asked:
         self._files |= files
 
     def answers(self, modules: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
-        """The ``Answers`` as plain values; also of the files ``modules`` that were imported.
-
-        Files of the system are left out, and those below ``installed``, of packages.
-        """
+        """The ``Answers`` as plain values, with digests of imported ``modules`` (files)."""
         skipped = (*SYSTEM, *installed)
         own = {name for name in self._files | modules if not name.startswith(skipped)}
         names = sorted(name for name in own if name in self._files or Path(name).is_file())

@@ -267,7 +267,7 @@ def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """The arguments of ``Module.to`` as torch parses them; the number of a GPU is a device."""
+    """Parse the arguments of ``Module.to`` as torch does; an integer numbers a GPU."""
     args = tuple(f"cuda:{value}" if type(value) is int else value for value in args[:1]) + args[1:]
     if isinstance(kwargs.get("device"), int):
         kwargs["device"] = f"cuda:{kwargs['device']}"

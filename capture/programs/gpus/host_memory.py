@@ -110,7 +110,7 @@ def host_memory(log: ProgramLog) -> Iterator[None]:
         return copies.copied("h2d", tensor, bool(kwargs.get("non_blocking")))
 
     def save_on_cpu_init(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
-        """As ``save_on_cpu``, which asks tensors where they are."""
+        """As ``save_on_cpu``'s constructor; whether a tensor is on the GPU is asked of the log."""
 
         def pack(tensor: Any) -> Any:
             on_gpu = log.gpu_memory.holds(tensor)

@@ -1,8 +1,5 @@
-"""What ``torch.load`` makes of a file under fake tensors: shapes, places, and small integers' data.
-
-Torch sets a loaded fake tensor's device in Python alone, so that its kernels meet two devices, and
-takes no function as ``map_location`` (torch 2.13, torch/_utils.py). Pretrained weights that
-would be downloaded are taken to be there: a forecast needs none of their numbers.
+"""``torch.load`` of a file under fake tensors: shapes, devices, and the values of small integer
+tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ READ = ContextVar[Any]("READ", default=None)  # the file being loaded; what keep
 
 
 def _read_integers(tensor: Tensor, memory: Any) -> None:
-    """Keep a small integer tensor's values, from where torch says that they lie in the file.
+    """Read a small integer tensor's values at their offset in the file, and keep them.
 
-    Places of samples in a data set and tokens are such: programs take numbers and shapes of them.
+    Programs use such values as numbers and shapes: tokens, and positions of samples in a data set.
     """
     start = getattr(memory, "_checkpoint_offset", None)
     small = is_small_integer(tensor) and memory.nbytes() <= 8 * FILLED_LIMIT
@@ -73,7 +70,7 @@ class _Storage:
 
 
 def place_of(saved: str | torch.device) -> str | torch.device:
-    """The device to which a tensor is loaded that was saved on ``saved``, by ``map_location``."""
+    """The device for a tensor that was saved on device ``saved``, as ``map_location`` says."""
     where: Any = _serialization_tls.map_location
     if not callable(where):
         place: str | torch.device = LOCATION_OF(saved)
@@ -100,7 +97,7 @@ def _placed(tensor: Tensor) -> Tensor:
 
 
 class WeightsNotRead(dict[str, Any]):
-    """Weights that fit every model, and what a file of them may hold beside."""
+    """Stands for pretrained weights that were not downloaded; each entry is one more of these."""
 
     def __missing__(self, name: str) -> WeightsNotRead:
         return WeightsNotRead()

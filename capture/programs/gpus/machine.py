@@ -211,10 +211,7 @@ def _answering(value: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _optimizers_as_on_gpus(log: ProgramLog) -> Iterator[None]:
-    """Optimizers take the foreach kernels that they take on GPUs; a scaler skips no step.
-
-    Its host waits to hear whether a gradient is not finite, unless the optimizer's kernel does.
-    """
+    """Let optimizers take foreach kernels as on GPUs, and gradient scalers skip no step."""
     from torch.amp import grad_scaler
     from torch.optim import optimizer as base
     from torch.utils import _foreach_utils
@@ -243,7 +240,8 @@ def _optimizers_as_on_gpus(log: ProgramLog) -> Iterator[None]:
 class AutocastAsOnGpus(ContextDecorator):
     """A context or a decorator, as ``torch.autocast``; it casts what GPUs cast.
 
-    So it does where "cpu" is named: that is where ``torch.utils.checkpoint`` finds the tensors.
+    Autocast for "cpu" casts as on GPUs too: ``torch.utils.checkpoint`` finds the tensors on the CPU
+    and asks for it.
     """
 
     def __init__(

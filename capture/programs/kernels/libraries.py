@@ -48,8 +48,8 @@ def log_pass(
 ) -> str:
     """Log a kernel that reads its arguments once and writes its results once.
 
-    So are bitsandbytes' casts to and from blocks of 4 or 8 bits, and its updates with states in 8
-    bits. ``written``: names of arguments that it writes.
+    Such kernels are bitsandbytes' casts to and from blocks of 4 or 8 bits, and its optimizers with
+    8-bit states. ``written``: names of arguments that it writes.
     """
     results = [*tree_leaves(output), *(arguments[name] for name in written)]
     inputs, outputs = (tuple(tensors_in(values)) for values in (arguments, results))
@@ -61,7 +61,7 @@ def log_pass(
 def log_product(log: OpLog, arguments: Mapping[str, Any], output: Any) -> str:
     """Log a product by a matrix in 4 bits: the matrix is made whole, then multiplied.
 
-    So bitsandbytes (0.50, backends/cuda/ops.py) does with more than 1,536 rows, as in training.
+    bitsandbytes does this with more than 1,536 rows, as in training (0.50, backends/cuda/ops.py).
     """
     x, shape, bias = arguments["A"], list(arguments["shapeB"]), arguments.get("bias")
     weight = torch.empty(shape, dtype=x.dtype, device=x.device)

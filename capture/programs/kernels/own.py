@@ -30,13 +30,14 @@ WITHOUT_CUDA = {  # Dao-AILab/flash-attention, setup.py
 
 @contextmanager
 def own_kernels(log: ProgramLog) -> Iterator[None]:
-    """Log launches of a program's Triton or CUDA kernels as one pass over arguments (a guess).
+    """Log each launch of a program's Triton or CUDA kernels as one pass over its arguments.
 
-    So are functions of CUDA extensions, except ``multi_tensor_adam``. Nothing is compiled or run.
+    This is a guess. Functions of CUDA extensions are logged alike, except ``multi_tensor_adam``.
+    Nothing is compiled or run.
     """
 
     def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a launch of a kernel with these arguments, as one pass over its largest tensor."""
+        """Log a launch as a fused kernel over all argument tensors, as long as the largest."""
         tensors = tensors_in((args, kwargs))
         numel = max((t.numel() for t in tensors), default=0)
         log.add(FUSED, tuple(tensors), {"ops": 1, "numel": numel}, ())

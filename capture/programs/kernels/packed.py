@@ -1,7 +1,7 @@
 """Packed sequences (``torch.nn.utils.rnn``) on fake tensors, whose lengths are known or guessed.
 
-A recurrent layer over them is captured as one over sequences of equal length: as many steps as the
-longest one has, of their mean number.
+A recurrent layer over packed sequences is captured as a layer over sequences of equal length. It
+makes as many steps as the longest sequence has, each for the mean number of sequences per step.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def _pad(
 
 
 def _run_layer(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
-    """Run a recurrent layer; over packed sequences, whose ``args`` begin with their sizes, as if
-    all steps had the mean number of sequences. Results are padded to the shapes that torch has.
+    """Run a recurrent layer; packed sequences run as if each step had the mean number of sequences.
+
+    Arguments of a packed call begin with the number of sequences in each step. Results are padded
+    to the shapes that torch returns.
     """
     if not isinstance(args[0], torch.Tensor) or args[0].dtype != torch.int64:
         return layer(data, *args)

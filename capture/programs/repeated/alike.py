@@ -1,7 +1,7 @@
-"""What is alike in passes of a model, and in equal layers: elements of a list that hold the same.
+"""Decides which passes of a model, and which layers of a list, are equal: one stands for others.
 
 Numbers that count layers may differ, unless code of the layers computes with them: a layer that
-does more where its number is a multiple of four holds the same as its neighbours.
+does more if its number is a multiple of four has the same attributes as its neighbours.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Layer ``number`` of a list of equal ones. ``kinds``: what was seen of passes of these layers.
+    """Layer ``number`` of a list of equal ones. ``kinds``: what passes of these layers launched.
 
-    ``awaits_backward``: it runs until its own backward was seen, as fewer than ``RUN`` equal layers
-    follow that could show it.
+    ``awaits_backward``: it is not repeated before its own backward was seen: fewer than ``RUN``
+    equal layers follow, too few to show a backward.
     """
 
     layers: Sequence[torch.nn.Module]
@@ -64,9 +64,10 @@ class Layer:
 class Model:
     """A model; ``outermost`` is the outermost wrapper (DDP...) around it, or the model itself.
 
-    ``kinds``: what was seen of its passes since its attributes changed. ``library``: name of a
-    library whose wrapper has its own ``backward`` (DeepSpeed). Its hooks, which gather and free
-    parameters and send gradients, are then part of each pass: a pass leaves all as it found it.
+    ``kinds``: what its passes launched since its attributes last changed. ``library``: the library
+    whose wrapper has a ``backward`` of its own (DeepSpeed), or "". The hooks of that library gather
+    and free parameters and send gradients; they belong to each pass, which leaves everything as it
+    was before.
     """
 
     model: Any
@@ -76,10 +77,11 @@ class Model:
     awaits_backward = True
 
     def held(self, graph: bool = True) -> Any:
-        """What must be equal for passes to be alike; None if the model cannot be repeated.
+        """What has to be the same for two passes to be equal; None if the model cannot be repeated.
 
-        Attributes, and of parameters id, requires_grad, dtype, memory and, before a backward
-        (``graph``), the gradient's dtype: a pass that makes the first gradients is not repeated.
+        These are its attributes, and of each parameter id, requires_grad, dtype, memory and, before
+        a backward (``graph``), the dtype of its gradient: a pass that makes the first gradients
+        differs.
         """
         parameters, modules = list(self.model.parameters()), list(self.model.modules())
         others = hooked(modules[1:]) or (graph and any(map(_hooked, parameters)))
@@ -105,7 +107,7 @@ class Model:
 
 
 def _counters(modules: Sequence[torch.nn.Module]) -> set[str]:
-    """Names of integers that no method of the modules names: a library counts calls in them."""
+    """Names of integers that no method of the modules mentions: a library's counters."""
     functions = _functions({cls for module in modules for cls in type(module).__mro__})
     named = {name for function in functions for name in function.__code__.co_names}
     return {n for m in modules for n, value in vars(m).items() if type(value) is int} - named
@@ -135,9 +137,9 @@ def layers_of(model: torch.nn.Module) -> Iterator[tuple[int, Layer]]:
 
 
 def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:
-    """Whether code of layers computes with attributes that count layers, beside handing them on.
+    """Whether code of layers computes with attributes that count layers, beside passing them on.
 
-    An attribute counts layers where the second layer has the first one's number plus 1.
+    An attribute counts layers where the second layer's value is the first one's plus 1.
     """
     first, second = (list(layer.modules()) for layer in layers[:2])
     counters = {
@@ -165,9 +167,7 @@ def _computes_with(function: FunctionType, names: set[str]) -> bool:
 
 
 def uses_arguments_alone(hook: Any) -> bool:
-    """Whether a hook is a function that uses nothing but its arguments, so that it does the same in
-    each pass: all that it can change is compared.
-    """
+    """Whether a hook is a function that uses its arguments alone, so that it repeats exactly."""
     if not isinstance(hook, FunctionType) or hook.__defaults__ or hook.__kwdefaults__:
         return False
     return OUTSIDE.isdisjoint(step.opname for step in get_instructions(hook))
@@ -190,7 +190,7 @@ def _hooked(parameter: Any) -> bool:
 
 
 def _held(layers: Sequence[torch.nn.Module], at: int) -> Any:
-    """A description of layer ``at`` of a list: two layers are equal if their descriptions are.
+    """What layer ``at`` of a list holds, to be compared: two layers with equal results are equal.
 
     Attributes are described relative to the first layer's. None if the layer cannot be repeated.
     """
@@ -207,7 +207,7 @@ def _held(layers: Sequence[torch.nn.Module], at: int) -> Any:
 
 
 def _keep_results(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether modules hold tensors that backward goes through, as a mixture's loss of balance."""
+    """Whether modules keep tensors that backward goes through, as a balance loss of experts."""
     values = [value for module in modules for value in vars(module).values()]
     lists = [value for value in values if isinstance(value, list | tuple)]
     every = (*values, *(x for elements in lists for x in elements))
@@ -221,11 +221,11 @@ def _of_parameter(tensor: Any) -> bool:
 
 
 def _in_common(value: Any, first: Any, at: int, depth: int) -> Any:
-    """A value that equal layers have in common, made of an attribute of layer ``at``.
+    """Describes an attribute of layer ``at``, such that equal layers have equal descriptions.
 
-    ``first``: the attribute of the first layer. An integer that is larger by ``at`` counts layers
-    and becomes "place"; of floats that differ, as rates that depend on depth, only the sign counts.
-    ``depth``: objects inside objects that are still looked at.
+    ``first``: the same attribute of the first layer. An integer that is larger by ``at`` counts
+    layers and becomes "place". Of floats that differ, such as a drop rate that depends on depth,
+    only the sign counts. ``depth``: how many levels of nested objects are still described.
     """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape) if _of_parameter(value) else tensor_held(value)
@@ -258,7 +258,7 @@ def _in_common(value: Any, first: Any, at: int, depth: int) -> Any:
 
 
 def tensor_held(tensor: Any) -> Any:
-    """What equal layers have in common of a parameter or buffer; None where a hook is on it."""
+    """Describes a parameter or buffer: equal layers have equal ones; None if it has a hook."""
     if tensor._backward_hooks:
         return None
     inner = [(tuple(t.shape), t.stride(), t.dtype) for t in parts(tensor)]

@@ -1,4 +1,4 @@
-"""Ends loops that evaluate a model before it is trained after two passes, which show all."""
+"""Ends evaluation loops that a script runs before training: two passes show what all launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, t
 
 
 class Evaluations:
-    """Notes forwards of models in evaluation, and ends the loop that makes them after two.
+    """Notes forwards in evaluation mode, and leaves a loop that makes them after two.
 
     ``outside_torch`` says whether a file is neither torch's nor Python's.
     """
@@ -38,7 +38,8 @@ class Evaluations:
     def ran(self, model: Any, trains_later: Callable[[], bool]) -> None:
         """Note a forward in evaluation mode; after the second one in a loop, leave that loop.
 
-        Not if the script never ``trains_later``: then the loop may be what is to be forecast.
+        The loop goes on if the script never trains (``trains_later``): then it may be what the user
+        wants forecast.
         """
         if model.training or torch.is_grad_enabled():
             return
@@ -52,7 +53,7 @@ class Evaluations:
             _leave(frame, loop.lineno, after)
 
     def _trains(self, frame: FrameType, loop: ast.For) -> bool:
-        """Whether a loop trains: it was seen to, or calls methods that only training does."""
+        """Whether a loop trains: training was seen in its lines, or it calls training methods."""
         file, lines = frame.f_code.co_filename, range(loop.lineno, (loop.end_lineno or 0) + 1)
         seen = any(name == file and line in lines for name, line in self.training)
         return seen or not TRAINING.isdisjoint(_called(loop))
@@ -91,7 +92,7 @@ def in_one_loop(place: Lines, other: Lines) -> bool:
 
 
 def calls_training(lines: Lines) -> bool:
-    """Whether the script calls what is named as training is, below the first of its own lines."""
+    """Whether the script, below its first running line, calls a function named like training."""
     file = lines[0][0] if lines else ""
     first = min((line for name, line in lines if name == file), default=0)
     return any(map(TRAINS.search, _called(syntax_tree(file), first)))
@@ -142,9 +143,9 @@ class Inference:
 
 
 def learned_from(calls: Sequence[OpCall], inferences: Sequence[Inference]) -> set[Any]:
-    """The places of inferences whose outputs backward reads, or tensors computed from them.
+    """The places of inferences whose outputs backward reads, directly or through other tensors.
 
-    Sets of places are integers with a bit for each place: ``origins`` of each storage.
+    Each storage has its ``origins``: an integer with a bit for each place that it is computed from.
     """
     if not inferences:
         return set()

@@ -1,4 +1,4 @@
-"""Launches of micro-batches that are alike are kept once, with how often they are repeated."""
+"""Keeps one of several equal micro-batches in a list of launches, with their number."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK = 13  # growing parts for which one stands: an odd number, so that these h
 class Part:
     """The launches of a micro-batch: from one mark to the next.
 
-    ``made``: storages that no part before it used, in order; ``pattern``: what parts that are alike
-    have in common, but for their ``sizes``.
+    ``made``: storages first used here, in order; ``pattern``: what equal parts have in common,
+    apart from their ``sizes``.
     """
 
     calls: Sequence[OpCall]
@@ -38,10 +38,10 @@ def again(times: int) -> OpCall:
 def folded(
     calls: Sequence[OpCall], stood_for: Callable[[OpCall], Sequence[OpCall]]
 ) -> list[OpCall]:
-    """The launches of a step, equal micro-batches kept once; a mark stands before each micro-batch.
+    """The launches of a step with equal micro-batches kept once, after a mark that counts them.
 
-    ``stood_for`` says what a call of ``PASS`` stands for. Marks of passes without gradients (with
-    number 0) are used if fewer launches are left by them.
+    ``stood_for`` returns the launches for which a call of ``PASS`` stands. Marks with number 0, of
+    passes without gradients, are used only if that leaves fewer launches.
     """
     marks = {call.args[0] for call in calls if call.op == AGAIN}
     unmarked = ([c for c in calls if c.op != AGAIN or c.args[0] >= least] for least in marks)
@@ -55,10 +55,11 @@ def _launches(calls: Sequence[OpCall]) -> int:
 
 
 def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
-    """Keep few of each run of alike parts; a part is the launches between two marks.
+    """Keep few of each run of equal parts; a part is the launches between two marks.
 
-    The first and the last stay, and between them one for each block, after a mark of how many it
-    stands for. A part that read what a dropped part made reads that of the one kept before it.
+    The first and the last stay. Between them one stays for each block, after a mark that says how
+    many it stands for. What a kept part reads of a dropped one, it reads of the part kept before
+    it.
     """
     starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
     left = list(calls[: starts[0]])
@@ -78,11 +79,7 @@ def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
 
 
 def _standing_for(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Pairs (number of a part to keep, how many it stands for), of all parts after the first.
-
-    One stands for neighbours of equal sizes; where sizes grow or shrink steadily, the middle one of
-    ``BLOCK`` for these; else, and at the end, each for itself.
-    """
+    """Yields (index of a part to keep, how many parts it stands for), after the first part."""
     begin, last = 1, len(sizes) - 1
     while begin < last:
         ends = (n for n in range(begin, last) if sizes[n] != sizes[begin])
@@ -125,10 +122,10 @@ def _parts(calls: Sequence[OpCall], starts: Sequence[int]) -> Iterator[Part]:
 
 
 class _Names:
-    """Names for numbers of a part, which are equal in parts that are alike.
+    """Numbers storages of a part in order, so that equal parts get equal names.
 
-    Numbers ``used`` before the part stay as they are; new ones are counted in the part's order, and
-    so are those of the part ``before`` it.
+    Storages ``used`` before the part keep their numbers; new ones are counted from 0 in order of
+    use, and so are those that the part ``before`` it made.
     """
 
     def __init__(self, used: set[int], before: dict[int, int]) -> None:
@@ -143,7 +140,7 @@ class _Names:
 
 
 def _pattern(call: OpCall, memory: _Names, functions: _Names) -> tuple[Any, ...]:
-    """What a call has in common with the same one of another part."""
+    """A call as its part's pattern has it: equal for the calls at the same place of equal parts."""
 
     def named(value: Any) -> Any:
         if isinstance(value, TensorSpec):

@@ -1,4 +1,4 @@
-"""What models and layers are given and return, without its memory: alike in equal passes."""
+"""Forms: what models and layers are given and return, without memory, to compare passes by."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Values:
 class Form:
     """A tensor that a model or layer is given or returns, without its memory.
 
-    ``fact``: what the log knows of its values, of which ``known`` and ``values`` are compared.
+    ``fact``: what the log knows of its values; ``known`` and ``values`` are the parts of it that
+    equality compares.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +83,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Stands for input number ``at`` of a pass, among what it returns or leaves in an object."""
+    """Stands for input number ``at`` of a pass, where the pass returns or keeps that input."""
 
     at: int
 
@@ -117,8 +118,9 @@ def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
 
 
 class _Opening(Pickler):
-    """Takes a value apart: ``leaves`` are its tensors and similar objects, each once, its integers,
-    and objects whose ids are ``known``.
+    """Pickles a value without its leaves, which it collects: tensors, integers, known objects.
+
+    Tensors, similar objects and those whose ids are ``known`` are collected once each.
     """
 
     def __init__(self, made: BytesIO, known: Collection[int]) -> None:
@@ -142,7 +144,7 @@ class _Opening(Pickler):
 
 
 class _Closing(Unpickler):
-    """Puts a value together of other leaves."""
+    """Unpickles a value that ``_Opening`` pickled, with other leaves."""
 
     def __init__(self, structure: bytes, leaves: Sequence[Any]) -> None:
         super().__init__(BytesIO(structure))
@@ -154,9 +156,10 @@ class _Closing(Unpickler):
 
 
 def opened(value: Any, known: Collection[int] = ()) -> tuple[list[Any], bytes]:
-    """The leaves of a value (tensors, integers, objects with ``known`` ids), and as bytes what is
-    around them: equal structures have equal bytes. Nothing of values that cannot be pickled,
-    such as modules, locks and generators.
+    """The leaves of a value (tensors, integers, objects with ``known`` ids), and its structure.
+
+    The structure is bytes, equal for equal structures. Both are empty for values that cannot be
+    pickled, such as modules, locks and generators.
     """
     opening = _Opening(made := BytesIO(), known)
     try:

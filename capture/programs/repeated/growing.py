@@ -1,8 +1,9 @@
-"""Passes that are alike but for sizes: a cache of keys and values is longer by a token in each.
+"""Passes that differ in sizes alone: in decoding, a cache of keys and values grows by a token in
+each.
 
-Four passes in a row, whose inputs grow by the same numbers, show the law of the others: each size
-in what they launch is a polynomial of the second degree in the number of the pass, as strides of a
-square mask are. The fourth has to follow from the first three.
+Four passes in a row, whose inputs grow by constant numbers, show the law of the following ones:
+each size in what they launch is a polynomial of degree two in the number of the pass. (Strides of a
+square mask are quadratic.) The fourth pass has to follow from the first three.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Term = tuple[Any, Any, Any]  # a number in pass 0, its growth to pass 1, and the
 
 
 def law_of(values: Sequence[Any]) -> Law | None:
-    """The law of a value of which the first four are given; None where there is none."""
+    """Fit the law of a value, given for four passes in a row; None if there is no law."""
     first = values[0]
     if all(value == first for value in values):
         return lambda n: first
@@ -43,7 +44,7 @@ def law_of(values: Sequence[Any]) -> Law | None:
 
 
 def terms_of(values: Sequence[Sequence[Any]]) -> list[Term] | None:
-    """The terms of numbers' laws, four values of each number given; None if some have no law."""
+    """Terms of each number's law, given four values of each; None if some number has none."""
     rows = list(zip(*values, strict=True))
     if any(d - 3 * c + 3 * b - a for a, b, c, d in rows):
         return None
@@ -56,7 +57,7 @@ def grown_to(n: int, terms: Sequence[Term]) -> list[Any]:
 
 
 def summary(numbers: Sequence[Any] | None) -> list[Any]:
-    """The least, the greatest and the sum of the numbers known of each input; none of None."""
+    """Least, greatest and sum of each input's values; 0 where the values are unknown."""
     with _disable_current_modes():
         known = [None if n is None else n.numbers.double() for n in numbers or ()]
         filled = [
@@ -67,14 +68,14 @@ def summary(numbers: Sequence[Any] | None) -> list[Any]:
 
 @dataclass(kw_only=True)
 class Growth:
-    """What passes launch whose inputs have sizes that grow, by laws with the terms ``inputs``.
+    """The law of passes whose input sizes grow: what pass number n launches.
 
-    Where passes read numbers (``reads``), these have terms of what sums them up, too: of masks, and
-    of positions. ``calls``, ``others``: laws of what passes launch, and of results and memory.
-    ``passes``: how many were asked for. Of these the 8th, 16th, 32nd... run, to be compared, and
-    those at ``edges``: in which a length comes to a number that stays, as a window's. ``furthest``:
-    the pass that a loop over them ends with; where another loop comes to it, it runs, too. A law
-    ``ends`` where a pass differs and the one before did not (it is ``sure``).
+    ``inputs``: terms of the input sizes, and where passes read values (``reads``) of their least,
+    greatest and sum. ``calls``, ``others``: laws of the calls, and of results and memory. Some
+    passes still run, to confirm the law: the 8th, 16th, 32nd... of ``passes`` so far; those at
+    ``edges``, where a length reaches a constant such as a window's; and number ``furthest``, the
+    last of a finished loop. If a pass differs, the law ``ends`` there; ``sure``: the pass before
+    ran and agreed.
     """
 
     inputs: list[Term]
@@ -90,8 +91,9 @@ class Growth:
 
     @classmethod
     def of(cls, alike: Sequence[Kind], last: Kind, attributes: Collection[Any]) -> Growth | None:
-        """The law, if there is one, of the last four of ``alike``, of passes without gradients of a
-        model with these ``attributes``.
+        """The law of the last four of the passes ``alike``, without gradients; None if none.
+
+        ``attributes``: values of the model's attributes, some of which may be lengths.
         """
         kinds = [kind for kind in alike if "forward" in kind.last][-SHOW:]
         if kinds[-1] is not last or any(
@@ -125,7 +127,7 @@ class Growth:
         )
 
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
-        """What a pass with these sizes launches, without its calls; None if they grow otherwise."""
+        """What the law says of a pass with these sizes, without its calls; None if it fails."""
         sizes = [*sizes, *summary(numbers if self.reads else None)]
         terms = zip(sizes, self.inputs, strict=True)
         n = max(int((now - a) // by) for now, (a, by, more) in terms if by and not more)
@@ -146,7 +148,7 @@ class Growth:
         return [law(number) for law in self.calls]
 
     def confirms(self, number: int) -> bool:
-        """Count a pass; whether it is one of those that run to confirm the law."""
+        """Count a repeated pass; returns whether this one has to run, to confirm the law."""
         self.passes += 1
         again, self.furthest = number == self.furthest, max(number, self.furthest)
         confirms = again or number in self.edges or self.passes & (self.passes - 1) == 0
@@ -155,9 +157,7 @@ class Growth:
         return confirms
 
     def allows(self, expected: Launched, launched: Launched | None) -> bool:
-        """Whether passes that were repeated are right after one ran that was expected otherwise, or
-        as it did: the law ends with it if the one before it ran.
-        """
+        """Compare a confirming pass with the law; returns whether repeated ones were right."""
         was_sure, self.sure = self.sure, expected == launched
         if not self.sure:
             self.ends = expected.number

@@ -1,4 +1,4 @@
-"""Data sets that a script maps through a model before it trains: some rows stand for all."""
+"""Data sets that a script maps through a model before training: a few rows are computed for all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ ROWS = 16  # that are mapped
 
 @contextmanager
 def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
-    """Let ``map`` of the package ``datasets`` give a model on the GPU the first rows alone.
-
-    Others become copies of these. Functions that compute nothing on the GPU get all rows.
-    """
+    """Let ``Dataset.map`` (package ``datasets``) run models on the GPU for the first rows only."""
 
     def limit(module: Any) -> None:
         """Replace ``Dataset.map`` of the module ``datasets``."""

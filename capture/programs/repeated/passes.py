@@ -1,4 +1,4 @@
-"""What a model or layer launches in forward and backward, and its repetition on other memory."""
+"""What a model or layer launches in forward and backward; repeats it on other memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORAGE, POINT, COMPILED = range(3)  # indices in lists of ``Numbers``
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachedGradient:
-    """The place among launches where backward has the gradient of parameter ``at``.
+    """Marks, in a list of launches, where backward has computed the gradient of parameter ``at``.
 
     ``number``: of the gradient's storage.
     """
@@ -46,9 +46,9 @@ class Launched:
     """What a pass launches in forward or backward; ``results``: forms of the tensors it returns.
 
     ``numbers``: of the results' storages. ``most_bytes``, ``kept_bytes``: memory that it takes
-    meanwhile, and still at its end. ``gpu_ops``: how many ops read a tensor on the GPU.
-    ``forward``: of a backward, what its forward launched. ``law``: that which has the calls of pass
-    ``number``, which are not listed.
+    while it runs, and still at its end. ``gpu_ops``: how many ops read a tensor on the GPU.
+    ``forward``: of a backward, what its forward launched. ``law``: gives the calls of pass
+    ``number``; then ``calls`` is empty.
     """
 
     calls: list[OpCall | ReachedGradient]
@@ -70,15 +70,15 @@ class Launched:
 
 @dataclass(kw_only=True)
 class Kind:
-    """Passes of equal layers, or of one model, that are given the same (``key``).
+    """Equal passes: of equal layers or of one model, with equal inputs (``key``).
 
     ``last``: what the last pass launched, by phase; ``shown``: what two passes in a row launched,
-    so that further ones need not run. ``watched``: other code hooks into the autograd nodes that
-    add to gradients. ``compiled``: name of the compiled function's call that makes the output.
-    ``reaches``: parameters that the model's output depends on, by id. ``numbers``: known values of
-    the inputs, compared only where passes read some, else None. ``alive``: names of the storages
-    alive when backward begins. ``sizes``: those of the inputs. ``growth``: how launches grow with
-    sizes, by this kind and earlier ones; ``expected``: what a pass of this size launches by that.
+    which later ones repeat. ``watched``: other code hooks into the autograd nodes that add to
+    gradients. ``compiled``: name of the call of a compiled function that makes the output.
+    ``reaches``: parameters that the output depends on, by id. ``numbers``: values of the inputs,
+    kept only if passes read them. ``alive``: names of the storages alive when backward begins.
+    ``sizes``: of the inputs. ``growth``: the law that this and earlier kinds show; ``expected``:
+    what a pass of these sizes launches by it.
     """
 
     key: Any
@@ -101,8 +101,8 @@ class Kind:
     def note(self, phase: str, launched: Launched) -> None:
         """Note what a pass launched in "forward" or "backward".
 
-        Of two alike the larger memory counts: what the garbage collector frees meanwhile belongs to
-        earlier passes.
+        Of two equal ones the larger memory counts: the garbage collector may free memory of earlier
+        passes meanwhile.
         """
         last = self.last.get(phase)
         if last == launched:
@@ -114,12 +114,12 @@ class Kind:
 
 
 class Inputs:
-    """What a pass is given: its numbers, and storages of that, parameters and buffers.
+    """The inputs of a pass: known values, and storages of tensors, parameters and buffers.
 
-    ``holders``: objects in it that a pass without gradients may change. ``trained``: a layer's
-    input that has a gradient, and with it ``parameters`` whose gradients are added up apart from
-    its launches; a model has neither, nor a layer without backward. A model's own launches add to
-    its gradients, whose storages are there, too, and its inputs are ``kept``.
+    ``holders``: objects in it that a pass without gradients may change, such as caches.
+    ``trained``: an input of a layer that needs a gradient; then gradients of its ``parameters`` are
+    added outside its launches. For models, and layers without backward, it is None: gradients are
+    added in their launches, so that the storages include these, and the inputs are ``kept``.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Inputs:
 
 
 class Numbers:
-    """Gives calls of a pass other numbers: of storages, points and calls of compiled functions.
+    """Renumbers the calls of a pass: storages, points, and calls of compiled functions.
 
     Lists have one element for each of these three. Numbers below ``since`` were there before the
     pass, and stay; others are mapped to ``fresh`` ones.
@@ -160,7 +160,7 @@ class Numbers:
 
     @classmethod
     def names(cls, log: ProgramLog, inputs: Inputs) -> Numbers:
-        """Names for a pass's numbers, equal in equal passes: counted from its inputs on."""
+        """Renumbers a pass that ran, from its inputs on: equal passes get equal numbers."""
         since = [next(numbers) for numbers in _numbers(log)]
         names = {n: name for name, n in reversed(list(enumerate(inputs.storages, NEW)))}
         numbers = cls(since, [count(NEW + len(inputs.storages)), count(NEW), count(NEW + 1)], names)
@@ -169,7 +169,7 @@ class Numbers:
 
     @classmethod
     def of_names(cls, log: ProgramLog, inputs: Inputs) -> Numbers:
-        """Numbers for such names, for another pass that repeats the calls."""
+        """Renumbers a noted pass for another pass that repeats its calls: undoes ``names``."""
         numbers = cls([NEW] * 3, _numbers(log), dict(enumerate(inputs.storages, NEW)))
         numbers.maps[COMPILED][NEW] = log.compiled.running
         return numbers
@@ -189,7 +189,10 @@ class Numbers:
 
 
 def stand_in(launched: Launched, inputs: Inputs, made: Sequence[int], log: ProgramLog) -> OpCall:
-    """One call in the log for a pass whose launches follow a law; ``made``: results' storages."""
+    """One call in the log that stands for a pass whose launches follow a law.
+
+    ``made``: storages of the results.
+    """
     read, written = (
         tuple(TensorSpec(shape=(), dtype="", storage=number) for number in numbers)
         for numbers in (inputs.storages, made)
@@ -227,7 +230,7 @@ class Measured:
     def launched(
         self, calls: list[Any], results: Any, numbers: list[int], forward: Launched | None = None
     ) -> Launched:
-        """End measuring: what the log got since; ``calls``: its calls, renamed by ``Numbers``."""
+        """Stop measuring; returns what was logged. ``calls``: its calls, renamed by ``Numbers``."""
         log = self.log
         log.measuring.remove(self)
         return Launched(
@@ -273,7 +276,7 @@ def _check_alone(log: ProgramLog, sent: Sequence[int], at: int, gradients: Any) 
 
 
 class Repetition:
-    """Repeats for one pass what others of its kind launched: forward, and backward later."""
+    """Repeats for one pass what equal passes launched: forward, and later backward."""
 
     def __init__(self, log: ProgramLog, kind: Kind, inputs: Inputs) -> None:
         self.log, self.kind, self.inputs = log, kind, inputs
@@ -303,7 +306,7 @@ class Repetition:
         return output
 
     def forward(self) -> list[tuple[torch.Tensor, Form]]:
-        """Repeat the launches of forward; outputs and their forms.
+        """Log the launches of forward again; returns new outputs with their forms.
 
         What forward keeps for backward is counted until ``free`` is called, or this object is gone.
         """
@@ -372,9 +375,9 @@ class Repetition:
             self.log.host[event] = self.log.host.get(event, 0) + times
 
     def _reached(self, reached: ReachedGradient) -> torch.Tensor | None:
-        """A parameter's gradient for autograd's node to add; None if it was added here.
+        """Give autograd's node a parameter's gradient to add; None if it was added here.
 
-        If nobody else hooks into the node, it is added here, and hooks are called.
+        It is added here, and the hooks are called, if nobody else hooks into the node.
         """
         gradient = self._new_tensor(reached.form, reached.number)
         parameter = self.inputs.parameters[reached.at]

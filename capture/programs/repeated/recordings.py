@@ -31,10 +31,10 @@ from itercast.capture.programs.repeated.passes import (
 
 
 class Recording:
-    """Notes what backward launches of a pass, from the gradient of its output on.
+    """Notes what the backward of a pass launches, beginning with the gradient of its output.
 
-    ``output``: its number among the tensors returned. ``apart``: begin and end of launches that are
-    left out, as each pass makes them itself (those of gradient hooks).
+    ``output``: the output's number among the tensors returned. ``apart``: begin and end of launches
+    that are left out, as each pass makes them anew (those of gradient hooks).
     """
 
     def __init__(self, log: ProgramLog, kind: Kind, forward: Launched, names: Numbers) -> None:
@@ -49,7 +49,7 @@ class Recording:
         self.kind.note("forward", self.forward)
 
     def _begins(self, at: int, gradients: Any) -> None:
-        """Begin to measure, given the gradient of the output: number ``at`` of a node's."""
+        """Begin to measure; ``gradients[at]`` is the gradient of the output."""
         self.measured = Measured(self.log)
         named = self.names.maps[STORAGE].items()
         self.kind.alive = {name for number, name in named if number in self.log.sizes}
@@ -101,7 +101,7 @@ class LayerPass(Recording):
         self.handles += [node.register_prehook(hook) for node, hook in hooks]
 
     def _reaches(self, at: int, gradients: Any) -> None:
-        """Note where backward has a parameter's gradient: calls until ``_left`` are left out."""
+        """Note that backward has parameter ``at``'s gradient; leave out calls until ``_left``."""
         (gradient,) = gradients
         if self.measured is None or gradient is None:
             return
@@ -113,7 +113,7 @@ class LayerPass(Recording):
         self.host = Counter(self.log.host)
 
     def _left(self, *gradients: Any) -> None:
-        """Note that the node that adds to a parameter's gradient is done."""
+        """Note that autograd has added the parameter's gradient: calls count from here again."""
         if self.measured is not None and self.apart and self.apart[-1][1] < 0:
             begin, _, reached = self.apart.pop()
             self.apart.append((begin, len(self.log.calls), reached))
@@ -125,14 +125,14 @@ class LayerPass(Recording):
 
 
 class ModelPass(Recording):
-    """Notes what a model launches in a backward that enters it by one output, up to its end.
+    """Notes what the backward of a model launches, if it enters the model by one output.
 
-    ``nodes``: the numbers of autograd's nodes of its forward; ``ends``: those that made outputs,
-    with the numbers of their results.
+    ``nodes``: the range of sequence numbers of its forward's autograd nodes; ``ends``: the nodes
+    that made outputs, each with the index of its result.
     """
 
     def watch(self, model: Model, outputs: Sequence[Any], first_node: int) -> None:
-        """Note what tells that a backward comes to this pass."""
+        """Note the autograd nodes of this pass, by which its backward is known."""
         self._forward_ran(next(t for t in outputs if t.grad_fn is not None))
         self.model, self.gradients = model, model.gradients()
         self.nodes = range(first_node, next_node())
@@ -141,12 +141,7 @@ class ModelPass(Recording):
         ]
 
     def enter(self, roots: tuple[Any, ...]) -> bool:
-        """Hook the autograd node by which backward enters this pass; whether it can be repeated.
-
-        Backward has to enter by one output, after all nodes outside of the pass ran (younger ones),
-        which add to no gradient that the pass reaches. What a library's ``backward`` does after
-        autograd is known only where ``LASTING`` has it.
-        """
+        """Hook the autograd node by which backward enters; returns whether it can be repeated."""
         reached_nodes = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, self.nodes)]
         entered = [(node, end) for node, end in reached_nodes if end[0] in self.nodes]
         ends_unseen = self.model.library and not LASTING
@@ -176,7 +171,8 @@ def next_node() -> int:
 def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
     """Whether Python holds references to the nodes that accumulate gradients, as FSDP's hooks do.
 
-    Compares reference counts with a node's that nobody hooks into; ``beyond``: see ``edges``.
+    Compares their reference counts with that of a node that nobody hooks into; ``beyond``: see
+    ``edges``.
     """
     with unlogged(log):
         unwatched = _most_references([torch.empty(()).requires_grad_() + 1])

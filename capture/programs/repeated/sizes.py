@@ -1,4 +1,4 @@
-"""Sizes in what a pass is given and launches, apart from what else is in it."""
+"""Sizes in the inputs and launches of a pass, separated from all else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from itercast.capture.programs.repeated.forms import Form
 
 
 def with_sizes(value: Any, size: Callable[[int], int]) -> Any:
-    """A value with other sizes, which ``size`` gives for each, in order: integers but numbers of
-    storages, in tensors, calls and lists.
+    """A value with other sizes: ``size`` gives a new integer for each, in order.
+
+    Sizes are the integers in tensors, calls and lists, but not numbers of storages.
     """
     if type(value) is int:
         return size(value)

@@ -1,11 +1,11 @@
 """Runs some passes of micro-batches and some of a model's equal layers: others repeat these.
 
 A script that accumulates gradients calls its model many times before its optimizer steps. Once two
-passes in a row launched the same, the model no longer runs: its launches, forward and backward, are
-logged again on other memory, while the script's Python around it runs each time. For that, inputs
-(but for numbers that neither the host reads nor a shape depends on), attributes, and the gradients
-that it adds to have to stay as they were. A model with hooks inside runs each time, unless they are
-forward hooks that use their arguments alone. Without gradients there is no backward to be shown.
+passes in a row launched the same ops, the model no longer runs: its launches, forward and backward,
+are logged again on other memory, while the script's Python around it runs each time. This needs
+equal inputs (values count only if the host reads them or a shape depends on them), equal
+attributes, and the same gradients to add to. A model with hooks inside runs each time, unless they
+are forward hooks that use their arguments alone. Without gradients only forward has to be equal.
 
 Of equal layers the first few run in each step, and the last, which backward comes to first. Hooks
 on a layer, and on its parameters, run each time: what DDP and FSDP do. A layer runs each time if
@@ -58,13 +58,12 @@ from itercast.capture.recorder.watch import attribute_values
 class Repeats:
     """Watches the models that a program trains, and their layers, and repeats passes of them.
 
-    ``kinds``: by the id of a model, the library whose hooks it has, with or without gradients, and
-    whether an optimizer has stepped just before, what was seen of its passes;
-    ``layers``: by the id of a layer how it is told from others, of models that this step
-    ``looked_in``. ``open``: passes whose backward has not run. ``kept``: of each repetition what
-    frees its memory, alive until its backward. ``cast``: whether modules were repeated without
-    casts, since autocast forgot these. ``wrapper``: the outermost wrapper (DDP...) that runs;
-    ``inside``: the model that does.
+    ``kinds``: what passes were seen to launch, by the id of the model, the library whose hooks it
+    has, whether gradients are on, and whether an optimizer has stepped just before. ``layers``: by
+    id, the layers of the models that this step ``looked_in``. ``open``: passes whose backward has
+    not run. ``kept``: finalizers that free the memory of repeated passes after their backward.
+    ``cast``: by id of a module, whether it was repeated without filling autocast's cache of cast
+    weights. ``wrapper``: the outermost wrapper (DDP...) that runs; ``inside``: the model that runs.
     """
 
     def __init__(self, log: ProgramLog) -> None:
@@ -82,7 +81,8 @@ class Repeats:
     def watched(self) -> Iterator[None]:
         """Watch calls of modules, backward passes, and when autocast forgets the weights it cast.
 
-        UnlikeError in place of an error after a repetition: run without, the script may not fail.
+        Where the script fails after a repetition, UnlikeError is raised instead: the caller runs it
+        again without repetitions, which may not fail.
         """
         original_call, original_clear = torch.nn.Module._call_impl, torch.clear_autocast_cache
 
@@ -202,8 +202,8 @@ class Repeats:
     ) -> Any:
         """Repeat a forward if equal passes showed what it launches, else run it and note that.
 
-        Equal are passes whose modules (``held``) and input forms are, under equal autocast, modes
-        and stream. A module that cannot be repeated is only run.
+        Passes are equal if their modules (``held``), input forms, autocast, modes and stream are. A
+        module that cannot be repeated is only run.
         """
         log, run = self.log, partial(forward, *args, **kwargs)
         leaves, structure = opened((args, kwargs))
@@ -248,10 +248,10 @@ class Repeats:
         return output
 
     def _cast_before(self, module: Any, graph: bool) -> bool:
-        """Whether autocast's cache has this module's cast weights: it ran before in this context.
+        """Whether autocast's cache holds this module's weights: it ran before in this context.
 
-        A repetition launched these casts without filling the cache: they are made here, unlogged,
-        or, under a ``graph`` of gradients, are too late: UnlikeError.
+        A repeated pass logged the casts but did not fill the cache. Without gradients the casts are
+        made here, unlogged; with a ``graph`` of gradients it is too late: UnlikeError.
         """
         casts = torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
         if casts and self.cast.get(id(module)):
@@ -272,11 +272,11 @@ class Repeats:
         place: Layer | Model,
         given: Any,
     ) -> Any:
-        """Run a forward and note what it launches, unless it cannot be repeated.
+        """Run a forward and note what it launches, if it can be repeated.
 
-        It cannot if it drew random numbers, returned older tensors or such as a message still
-        fills, changed its layer or inputs (but ``holders``), or if other code watches the model's
-        graph.
+        It cannot be if it drew random numbers, returned tensors that were there before or that a
+        message is still filling, changed its layer or inputs (except ``holders``), or if other code
+        watches the model's autograd graph.
         """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
         read = log.routing.numbers_read
@@ -342,11 +342,11 @@ def _hooking_library(wrapper: Any, model: torch.nn.Module) -> str:
 
 
 def _kind(place: Layer | Model, key: Any, sizes: list[int], numbers: Sequence[Any]) -> Kind:
-    """The entry for passes with this key and these sizes (and numbers, if such passes read any).
+    """The entry for passes with this key and sizes, and these numbers if such passes read any.
 
-    Where earlier ones show how launches grow with sizes, a new one has the launches ``expected`` of
-    a pass that runs to confirm it, else ``shown``. A model's entries with other attributes (first
-    in the key) are dropped: ids are valid only while they live.
+    Where earlier passes show a law of sizes, a new entry has as ``expected`` what the law says, if
+    the pass runs to confirm it, else as ``shown``. Entries of a model with other attributes (first
+    in the key) are dropped: ids are valid only while objects live.
     """
     kinds: list[Kind] = place.kinds
     grows = isinstance(place, Model)

@@ -1,1 +1,1 @@
-"""The model that a script trains: how it is found, and captured in other batches than its own."""
+"""Finds the model that a script trains, and captures it in other batches than its own."""

@@ -22,7 +22,8 @@ LIBRARIES = ("torch.distributed.", "deepspeed.")  # whose hooks gather, shard an
 def is_wrapper(module: torch.nn.Module) -> bool:
     """Whether a module only calls the model that it holds.
 
-    Lightning's do where the loop has replaced their ``forward``, to call a step through DDP.
+    Lightning's modules do so where the loop has replaced their ``forward``, to call a step through
+    DDP.
     """
     names = {cls.__name__ for cls in type(module).__mro__}
     replaced = "LightningModule" in names and "forward" in module.__dict__
@@ -30,11 +31,11 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
 
 def make_bare(model: torch.nn.Module) -> torch.dtype | None:
-    """Make a model one of a single process, in place: parameters are whole, hooks of wrappers gone.
+    """Make a model one of a single process, in place: whole parameters, no hooks of wrappers.
 
-    Parameters that were sharded are on ``meta``, to be made anew: FSDP, DTensor and ZeRO-3 know
-    their shapes. Returns the dtype in which FSDP gathers, if it is another than that of the
-    parameters.
+    Parameters that were sharded become ``meta`` tensors, to be made anew: FSDP, DTensor and ZeRO-3
+    know their whole shapes. Returns the dtype in which FSDP gathers, if it is another than the
+    parameters' own.
     """
     gathered: torch.dtype | None = None
     for module in list(model.modules()):

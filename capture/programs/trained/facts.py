@@ -16,7 +16,7 @@ class Trained:
     ``batch`` samples and ``seq`` tokens of each (0: not of tokens) are those of a micro-batch, of
     which a step of one process has ``micro``. ``dtype`` is autocast's with ``amp``, else that of
     its parameters; ``parameters``: their number. ``recompute``: "full" where its backward runs
-    layers again. ``notes``: what a plan of it leaves out.
+    layers again. ``notes``: what a forecast under a plan leaves out.
     """
 
     model: str

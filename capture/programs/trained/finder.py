@@ -33,10 +33,10 @@ ALIKE = ("Adam", *KNOWN)  # whose update is priced as what it is
 class Call:
     """A micro-batch in training up to its backward; ``micro``: its number in the step, from 1.
 
-    ``wrapped``: the modules that the script calls, models or wrappers around them. ``autocast``:
-    the dtype that autocast casts to, None without. ``time_first``: lengths of the first two axes of
-    inputs to layers whose batch is the second axis. ``tape``: how its loss is made.
-    ``recomputes``: modules run again in its backward.
+    ``wrapped``: the modules that the script calls: models, or wrappers around them. ``autocast``:
+    the dtype that autocast casts to, None without autocast. ``time_first``: the first two lengths
+    of inputs to layers whose batch is the second axis. ``tape``: the calls that compute its loss.
+    ``recomputes``: whether its backward runs modules again.
     """
 
     wrapped: list[torch.nn.Module] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Call:
 
 
 class Finder:
-    """Watches a script; a model is an outermost module with parameters that trains."""
+    """Watches a script to find the models that train: outermost modules with parameters."""
 
     def __init__(self) -> None:
         self.recorder = LossRecorder()
@@ -100,7 +100,7 @@ class Finder:
             yield
 
     def _calling(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """As ``Module.__call__``."""
+        """A ``Module.__call__`` that notes layers, models and wrappers."""
 
         def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
@@ -114,7 +114,7 @@ class Finder:
         return call_module
 
     def _ending(self, ended: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-        """As the log's ``ended``, for the ends of steps."""
+        """The log's ``ended``, which also notes when an optimizer has stepped."""
 
         def note_and_end(kind: str, owner: Any) -> None:
             if kind in ("optimizer", "update"):
@@ -124,8 +124,9 @@ class Finder:
         return note_and_end
 
     def _running(self, cls: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function that autograd function ``cls`` runs, to see whether ``cls`` is a
-        checkpoint: one runs it without gradients in forward, and with gradients in backward.
+        """Wrap the function that autograd function ``cls`` runs: is ``cls`` a checkpoint?
+
+        A checkpoint runs it without gradients in forward, and again with gradients in backward.
         """
         with_gradients = True
 
@@ -151,7 +152,7 @@ class Finder:
 
     @contextmanager
     def _backward(self, backward: Backward) -> Iterator[None]:
-        """Note that a micro-batch ends if parameters are reached; modules inside recompute."""
+        """Note that a micro-batch ends if backward reaches parameters; modules in it recompute."""
         parameters = any(isinstance(x, torch.nn.Parameter) for x in backward.inputs)
         if backward.accumulates or (parameters and not backward.differentiable):
             self._ended(backward.roots)
@@ -182,7 +183,7 @@ class Finder:
         return self.recorder.called(model, alone, args, kwargs)
 
     def _through(self, wrapper: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        """Run a wrapper around a model; its output stands for the model's, if the shapes agree."""
+        """Run a wrapper around a model; its output is taken for the model's if the shapes agree."""
         before = self.wrapper
         self.wrapper = wrapper if before is None else before
         try:
@@ -194,7 +195,7 @@ class Finder:
         return output
 
     def _note_layer(self, module: Any, args: Any) -> None:
-        """Note autocast's dtype and where the batch is in shapes; in backward, a recomputation."""
+        """Note autocast's dtype, and which axis is the batch; in backward, that it recomputes."""
         if self.log.phase == "backward" and self.latest is not None:
             self.latest.recomputes = True
         if self.call is None:
@@ -206,7 +207,7 @@ class Finder:
             self.call.time_first.add(tuple(args[0].shape[:2]))
 
     def _note_messages(self, calls: Sequence[OpCall]) -> None:
-        """Note messages that are no gathers of parameters: of parts of layers, or to a rank."""
+        """Note messages that carry parts of layers, or go to one rank: then the model is split."""
         sent = (call.kwargs for call in calls if call.op == COLLECTIVE)
         kinds = (facts["kind"] for facts in sent if len(facts["ranks"]) > 1)
         self.split = self.split or next((kind for kind in kinds if kind in PARTS), "")
@@ -233,7 +234,7 @@ class Finder:
         self.found[id(next(iter(self.latest.optimizers), None))] = self.latest
 
     def only(self) -> Call:
-        """The micro-batch that a plan can be of; ValueError in one line if it is not one alone."""
+        """The one micro-batch that plans can be made for; ValueError if none or several."""
         if self.split:
             raise ValueError(
                 f"ranks of the script send each other parts of layers ({self.split}, as tensor "
@@ -253,7 +254,7 @@ class Finder:
 
 
 def with_function(args: Sequence[Any], wrap: Callable[[Any], Any]) -> list[Any]:
-    """Arguments of an autograd function, with ``wrap`` of the first function among them."""
+    """The arguments of an autograd function; ``wrap`` replaces the first function among them."""
     functions = (i for i, x in enumerate(args) if callable(x) and not isinstance(x, torch.Tensor))
     first = next(functions, None)
     return [wrap(x) if i == first else x for i, x in enumerate(args)]

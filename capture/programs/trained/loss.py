@@ -1,4 +1,4 @@
-"""Records how a script makes its loss by models and functions, to make it in other batches."""
+"""Records the calls by which a script computes its loss, to compute it for other batch sizes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ WRITES = ("__setitem__", "__set__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Samples of a micro-batch, and tokens of each; 0 tokens where the input is not of tokens.
+    """Samples of a micro-batch, and tokens per sample (0 where the input is not of tokens).
 
-    ``time_first``: samples are the second axis of tensors, as recurrent networks take them.
+    ``time_first``: samples are the second axis of tensors, as in recurrent networks.
     """
 
     batch: int
@@ -39,7 +39,7 @@ class Size:
 class Rescaled:
     """Translates lengths of the script's ``own`` size to a ``wanted`` size.
 
-    A length that equals the batch, the tokens of a sample or their product becomes the wanted one.
+    Lengths equal to the batch, to the tokens of a sample, or to their product are translated.
     """
 
     own: Size
@@ -66,9 +66,9 @@ class Rescaled:
         return [self.wanted.seq if n == self.own.seq > 2 else n for n in shape]
 
     def shape(self, shape: Sequence[int]) -> list[int]:
-        """The shape of a tensor whose first axis is the batch, or tokens; others may be tokens.
+        """Translate a tensor's shape: axis 0 is the batch or tokens, other axes may be tokens.
 
-        Where time is first the second axis is the batch; the first may be tokens of all samples.
+        With ``time_first`` axis 1 is the batch, and axis 0 tokens of a sample or of all samples.
         """
         first_axis, other_axes = self._tokens | self._rows, self._tokens
         if self.own.time_first:
@@ -79,7 +79,7 @@ class Rescaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A tensor without its memory: ``parameter`` is its name where it is one of the model's."""
+    """A tensor without its memory; ``parameter``: its name if it is one of the model's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -99,7 +99,7 @@ class Form:
 
 
 def form_of(tensor: torch.Tensor, parameter: str = "") -> Form:
-    """The form of a tensor; one of a parameter (of another model) is the same in all batches."""
+    """The form of a tensor; a parameter of another model has the same form in all batches."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Form(
         shape=shape,
@@ -113,7 +113,7 @@ def form_of(tensor: torch.Tensor, parameter: str = "") -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The tensor of this number on a tape."""
+    """Refers to a tensor on a tape by its number."""
 
     number: int
 
@@ -165,7 +165,7 @@ class LossTape:
         made: dict[int, torch.Tensor] = {}  # one tensor for each form, by its id
 
         def value(recorded: Any, has_lengths: bool) -> Any:
-            """The value of a recorded argument; ``has_lengths``: integers are lengths."""
+            """The value of a recorded argument; ``has_lengths``: its integers may be lengths."""
             if isinstance(recorded, Result):
                 return tensors_by_number[recorded.number]
             if isinstance(recorded, Form):
@@ -241,7 +241,7 @@ class LossRecorder(TorchFunctionMode):
         return output
 
     def passed(self, output: Any) -> None:
-        """Take a wrapper's output as the last model's, if their tensors have the same shapes."""
+        """Take a wrapper's output for the last model's, if their tensors have the same shapes."""
         tensors = tensors_of(output)
         numbers, shapes = self._latest
         if [t.shape for t in tensors] == shapes:
@@ -250,7 +250,7 @@ class LossRecorder(TorchFunctionMode):
     def _noted(
         self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run ``run`` for ``function``; record it if it reads a model's output or weights."""
+        """Run ``run`` for ``function``; record the call if it reads a model's output or weights."""
         inputs = tensors_in((args, kwargs))
         weights = self.names if torch.is_grad_enabled() else ()
         is_model = isinstance(function, torch.nn.Module)

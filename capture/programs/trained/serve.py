@@ -53,9 +53,9 @@ class TrainedModel:
 
     @classmethod
     def of(cls, finder: Finder, on_gpu: bool) -> TrainedModel:
-        """The model that a ``Finder`` found; ValueError in one line where plans cannot be of it.
+        """The model that a ``Finder`` found; ValueError where no plan can be made for it.
 
-        What splits the model over GPUs is removed from it.
+        Wrappers that split the model over GPUs are removed.
         """
         call = finder.only()
         p: Any = next(call.models[0].parameters()).data
@@ -80,7 +80,8 @@ class TrainedModel:
         """Capture one micro-batch of its step: forward, loss, backward, and the update.
 
         ``shallow``: equal layers may be left out (``capture_shortened``), if the model is called
-        once. Where a model is called again, or several are, forward makes the loss itself.
+        once. Where a model is called several times, or there are several models, forward computes
+        the loss too.
         """
         size = Rescaled(own=self.size, wanted=Size(batch=batch, seq=seq))
         models, tape = self.tape.models, self.tape
@@ -143,7 +144,7 @@ class TrainedModel:
     ) -> Iterator[None]:
         """Give the model new parameters, without gradients or hooks, inside the context.
 
-        Inside, ``forward`` is the model's forward, and tables with a row for each token of a
+        Inside, ``forward`` replaces the model's forward, and buffers with a row for each token of a
         sequence have the length of ``size``. Afterwards all is as before.
         """
         held = [  # dicts of modules, the dtype for tensors in them, and these tensors
@@ -208,14 +209,14 @@ def _without_checkpointing(functions: Iterable[Any]) -> Iterator[None]:
 
 
 class NoContext:
-    """The context (``ctx``) of an autograd function whose backward is not used: keeps nothing."""
+    """Stands for the context ``ctx`` of an autograd function without a backward: keeps nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
 
 
 def _saving_all(function: Any, *args: Any) -> Any:
-    """Run the forward of an autograd function that recomputes, such that autograd saves all.
+    """Run the forward of a recomputing autograd function so that autograd saves everything.
 
     The function among its arguments runs with gradients.
     """
@@ -226,7 +227,7 @@ def _saving_all(function: Any, *args: Any) -> Any:
 
 
 def updated_in_fp32(step: StepCapture) -> StepCapture:
-    """The step of a model in half precision whose optimizer keeps its parameters in fp32."""
+    """A copy of a half-precision step whose optimizer updates fp32 parameters."""
 
     def fp32(value: Any) -> Any:
         if isinstance(value, TensorSpec):
@@ -242,7 +243,7 @@ def updated_in_fp32(step: StepCapture) -> StepCapture:
 
 
 class Together(torch.nn.Module):
-    """Models that a script calls before one backward, some of them several times."""
+    """Several models that a script calls before one backward, as one module."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         super().__init__()

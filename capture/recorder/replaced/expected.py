@@ -12,11 +12,11 @@ from itercast.capture.recorder.facts import AND, Fact, is_number
 
 
 def expected(name: str, args: Args, facts: Sequence[Fact | None]) -> Fact | None:
-    """The mean of a product of masks, or of counts that are scattered or set to zero by a mask.
+    """The expected mean of a product of masks, or of counts that are scattered or masked to zero.
 
-    ``facts``: about ``args``. A mask leaves at most what was there; counts of which nothing is
-    known begin at zero. An unknown number equals exactly one of distinct values that it is compared
-    with, as where a noise schedule is searched for a sample's step.
+    ``facts``: about ``args``. Masking keeps at most what was there; unknown counts begin at zero.
+    An unknown number equals exactly one of the distinct values that it is compared with, as where a
+    noise schedule is searched for a sample's step.
     """
     name = name.removesuffix("_")
     if name == "eq" and isinstance(args[1], Tensor) and args[1].numel() == 1:

@@ -18,11 +18,11 @@ from itercast.capture.recorder.facts import KNOWN_LIMIT, Fact, Known, is_small_i
 
 
 def as_integers_say(known: Known, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Results of an op whose lengths follow from integers that are known; None where they do not.
+    """Results of a library's op whose lengths follow from known integers; None where they do not.
 
-    The op runs for real, once with zeros in all other tensors, once with ones. If shapes or
-    integers of the results differ, they depend on unknown numbers. None too if the op has no kernel
-    for CPUs, or refuses such numbers.
+    The op runs for real, once with zeros in all other tensors, once with ones: if shapes or
+    integers of the results differ, they depend on unknown numbers. None also if the op has no
+    kernel for CPUs, or refuses such numbers.
     """
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     facts = [known.fact(t) for t in tensors if is_small_integer(t)]
@@ -59,9 +59,9 @@ def as_integers_say(known: Known, func: OpOverload, args: Args, kwargs: Kwargs) 
 
 
 def of_guessed_length(share: float, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Results of an op of unknown length, taken to be a share of the most rows given to it.
+    """Results of an op of unknown length: ``share`` of the rows of its largest input, a guess.
 
-    A row is the last axis of a tensor that has several axes.
+    The elements of a vector are rows; in other tensors each slice along the last axis is one.
     """
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     rows = max((t[..., 0].numel() if t.dim() > 1 else t.numel() for t in tensors), default=1)
@@ -71,7 +71,7 @@ def of_guessed_length(share: float, func: OpOverload, args: Args, kwargs: Kwargs
 
 
 def of_length(tensor: Tensor, lengths: list[int], axis: int = 0) -> Tensor:
-    """A tensor as long as the parts that the program splits it into: its length was a guess."""
+    """A tensor of guessed length, corrected to the sum of the ``lengths`` it is split into."""
     shape = list(tensor.shape)
     shape[axis] = sum(lengths)
     if shape == list(tensor.shape) or tensor.requires_grad:  # a new one has no history

@@ -78,7 +78,7 @@ def _form(value: Argument) -> Any:
 
 
 def _of_results(output: Any, args: Args, kwargs: Kwargs, key: Any) -> Any:
-    """What to remember of results: their container and forms; nothing where they share memory."""
+    """What to remember of results: container and forms; nothing where they share memory."""
     if args and output is args[0]:
         return FIRST if _form(args) == key[2] else ()
     single = not isinstance(output, list | tuple)
