@@ -36,10 +36,10 @@ LIBRARIES = ("torch", "transformers", "timm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedModel:
-    """A model that can be captured in any batch, with the facts of the step that it was found in.
+    """A model that can be captured at any batch size, with facts of the step it was found in.
 
-    ``capture_at`` takes settings, samples, tokens of each, and whether a few layers stand for all.
-    ``engine`` says how its step is launched.
+    ``capture_at`` takes settings, samples, tokens per sample, and whether a few layers stand for
+    all. ``engine`` says how its step is launched.
     """
 
     name: str
@@ -125,8 +125,8 @@ def capture(
 
     ``model`` is the name of a case, the Path of a Hugging Face configuration, what a script trains,
     a torch module, or a function that returns a module, (module, inputs) or (module, inputs, loss)
-    and may take ``batch`` and ``seq``. A module or a script that is under torch.compile is launched
-    so (``engine``).
+    and may take ``batch`` and ``seq``. A module or script under torch.compile is taken as launched
+    by it (``engine``).
 
     - ``inputs``: a tensor, a tuple of positional arguments or a dict by name; a transformers model
       needs none, given ``batch`` and ``seq``.
@@ -186,7 +186,7 @@ def _case_of(model: str | Path, settings: StepSettings, lora: str) -> EvalCase:
 
 
 def optimizer_of(model: Any) -> str:
-    """The optimizer of a step where none is asked for: a case's or a script's own, else adamw."""
+    """The optimizer where none is asked for: a case's or a script's own, else adamw."""
     if isinstance(model, SizedModel):
         return model.facts.optimizer
     return case(model).optimizer if isinstance(model, str) else "adamw"
@@ -236,7 +236,7 @@ def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | Non
 
 
 def _lacking_layers(model: Any, plan: ParallelPlan, seq: int | None) -> str:
-    """Text to add to an error: that the plan has more stages than the model layers; "" if not."""
+    """Text for an error if the plan has more stages than the model has layers; else ""."""
     stages = plan.pp * plan.virtual
     if stages == 1 or not isinstance(model, str | Path | SizedModel):
         return ""

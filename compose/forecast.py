@@ -119,7 +119,7 @@ class Forecast:
 
     @property
     def lanes_us(self) -> tuple[float, ...]:
-        """The slowest rank's compute, exposed communication, bubble, gaps of the host, waiting.
+        """Compute, exposed communication, bubble, host gaps and waiting of the slowest rank.
 
         They add up to the iteration.
         """
@@ -166,9 +166,10 @@ def forecast(
 
 
 def as_trained(numbers: Forecast, book: PriceBook, calls: Iterable[OpCall]) -> Forecast:
-    """A training step's forecast with ``in_practice``: of images, sound or latents, not of text.
+    """Adds ``in_practice`` to a training step's forecast: for images, sound or latents, not text.
 
-    Such networks convolve over places beside each other; kernels of one place are products.
+    Such networks are known by convolutions over neighbouring places; kernels of one place are
+    products.
     """
     is_measured = book.gpu.kind == "cpu" or book.known is not None
     kernels = (call.args[1].shape[2:] for call in calls if call.op == CONVOLUTION)
@@ -242,7 +243,7 @@ def _busy_us(outcome: Outcome) -> float:
 
 
 def _parts_frac(outcome: Outcome) -> dict[str, float]:
-    """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
+    """How much a step's log time changes with the log of each machine factor, by ``NAMES``.
 
     Of the busy time each factor has the share that it scales; these add up to 1. A pipeline's
     bubble and waiting for slower stages grow with them.
@@ -275,11 +276,11 @@ def _is_product(family: str) -> bool:
 
 
 def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
-    """Half width of the 80 % interval in log time, by the step's parts and its machine.
+    """Half width of the 80 % interval in log time, from the step's parts and its machine.
 
     Variance = that of the machine's factors + sum over families of share**2 * max(0, variance of
-    the family's model - variance of its factor). No sum if steps of this model were measured on
-    this machine: they tell how far its ops are off.
+    the family's model - variance of its factor). The sum is left out if steps of this model were
+    measured on this machine: they tell how far its ops are off.
     """
     if book.gpu.kind == "cpu":
         return HALF_WIDTH
@@ -297,7 +298,7 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
 
 
 def _deviation_of(family: str, book: PriceBook) -> float:
-    """Standard deviation of the log error of a family's ops, by its model's 80 % interval.
+    """Standard deviation of the log error of a family's ops, from its model's 80 % interval.
 
     0 for a family without a model; ops that no family prices count as those of the worst model.
     """

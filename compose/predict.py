@@ -79,9 +79,9 @@ def looking_up(step: StepCapture, indices: str) -> StepCapture:
 
 
 def _check_captured(step: StepCapture, plan: ParallelPlan, stated: object) -> None:
-    """ValueError where a captured step cannot be forecast so.
+    """ValueError where a captured step cannot be forecast under the plan.
 
-    ``stated``: true if inputs, loss or options were given, which it has already.
+    ``stated``: whether inputs, loss or options were given, which a captured step has already.
     """
     if stated:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What steps cost by a file of prices: USD per hour of one GPU, by its name."""
+"""What steps cost, from a file of prices: USD per hour of one GPU, by its name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prices_of(path: Path, gpus: Sequence[str]) -> dict[str, float]:
 
 
 def bill(forecast: Forecast, path: Path) -> dict[str, float]:
-    """USD of a step, of a million samples and of a billion tokens (if there are any), all GPUs.
+    """USD of a step, of a million samples and of a billion tokens (if any), on all GPUs.
 
     USD = hours of a step * sum over GPUs of their price per hour. ``path``: the file of prices.
     """

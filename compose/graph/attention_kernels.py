@@ -28,9 +28,10 @@ RowSources = Mapping[tuple[str, str], float]  # share of the rows by GPU and sof
 
 
 def with_attention_kernel(capture: StepCapture, stated: str) -> StepCapture:
-    """Makes attention calls run the kernel whose name a published measurement's text begins with.
+    """Makes attention calls run the kernel that a published measurement names.
 
-    The step is unchanged where that is none of ``KERNELS``: then the stack decides.
+    ``stated`` is its text, which begins with the kernel's name. The step is unchanged where that is
+    none of ``KERNELS``: then the stack decides.
     """
     kernel = (stated.replace("/", " ").lower().split() or [""])[0]
     if kernel not in KERNELS:

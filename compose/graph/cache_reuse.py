@@ -28,7 +28,7 @@ LAST_CACHE_FRAC: float = assumed(__file__, "last_cache_frac")
 
 @cached_by_identity
 def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
-    """Returns a function: how cold an op's data are, 0 as in its warm row, 1 as in its cold one.
+    """Returns a function for how cold an op's data are: 0 as measured warm, 1 as measured cold.
 
     Its arguments: bytes touched since the data were last used; bytes that the op touches itself
     (its warm row was measured in a loop, in which these lie between two of many uses); the share of
@@ -40,7 +40,7 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
     """
 
     def curve(stated: Mapping[str, float]) -> Callable[[float], float]:
-        """From bytes touched since the last use to the share that is cold; ``stated`` by MiB."""
+        """Interpolates ``stated`` (cold share by MiB) as a function of bytes since last use."""
         pairs = sorted((float(mib) * MIB, share) for mib, share in stated.items())
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
@@ -98,7 +98,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
 
     ``ranks``: processes of the plan that run on this CPU, each with such a step.
 
-    Some caches keep what is used a second time: data that came from memory are cold again sooner.
+    Some caches favour data used at least twice: data that just came from memory are cold sooner.
     The reuse distance of a tensor is the bytes that all calls touched since its memory was last
     touched, in the steady state: two identical steps in a row, of which the second is reported. A
     tensor made within the step takes a freed block and frees it after its last use; a tensor that
@@ -106,8 +106,8 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
 
     A call touches its tensors one element after the other. On a CPU an element is counted as
     touched in the middle of its calls: of two passes over a list larger than the cache the second
-    finds nothing in it. The assumed distances of GPUs hold from the end of a call. Of a call that
-    is repeated in the step it is the mean.
+    finds nothing in it. The assumed distances of GPUs hold from the end of a call. A call that is
+    repeated in the step has the mean of its repetitions.
     """
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
@@ -170,7 +170,7 @@ def _touches(calls: Sequence[OpCall]) -> Iterator[list[_Touch]]:
 
 
 def _makers(calls: Sequence[OpCall]) -> dict[int, int]:
-    """Index of the call that makes each storage that does not exist before the step."""
+    """The index of the call that first writes each storage that the step itself makes."""
     maker_of, used = dict[int, int](), set[int]()
     for number, call in enumerate(calls):
         used |= {t.storage for t in call.tensors()}

@@ -204,7 +204,7 @@ def _cast_dtypes(call: OpCall) -> tuple[str, str] | None:
 
 
 def _on_gpu(call: OpCall, masks: set[int]) -> Iterator[OpCall]:
-    """Yields what replaces a call on a GPU: the call itself, a dropout kernel, or nothing."""
+    """Yields what runs on a GPU in place of a call: itself, a dropout kernel, or nothing."""
     name = _name(call)
     if SAME_AS.get(name, name) in ALLOCATIONS:
         return

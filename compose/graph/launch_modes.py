@@ -156,8 +156,8 @@ def as_launched(capture: StepCapture, *, gathered: bool = False) -> StepCapture:
 def with_gates_again(capture: StepCapture) -> StepCapture:
     """The step whose gated layers keep no activation of the gate: backward computes it again.
 
-    Kept are the two factors' inputs and the product, three tensors where an eager loop keeps four.
-    Source: megatron/core/fusions/fused_bias_swiglu.py, SwiGLUFunction saves its input alone.
+    The inputs of the two factors and the product are kept: three tensors, where an eager loop keeps
+    four. Source: megatron/core/fusions/fused_bias_swiglu.py, SwiGLUFunction saves its input alone.
     """
     gate_inputs = {  # storage of the activation -> what it was computed from
         c.outputs[0].storage: c.args[0]
@@ -199,7 +199,7 @@ def launches(capture: StepCapture) -> int:
 
 
 def _launches_of(call: OpCall) -> int:
-    """Launches of a call: one, or for lists of tensors as many as a kernel's arguments need."""
+    """Launches of a call: one; more for lists of tensors that do not fit a kernel's arguments."""
     name = call.op.split(".")[1]
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 1

@@ -40,10 +40,10 @@ class Layer:
 
     ``forward`` and ``backward`` are half-open ranges of the step's calls; ``ready_after`` of the
     parameters counts from the start of ``backward``. ``saved_bytes`` are made in forward and read
-    in backward. To the next layer's forward cross ``output_bytes``, and ``passed_bytes`` that
-    earlier layers computed. ``within_forward`` and ``within_backward`` are memory over that at the
-    start of the pass, gradients of parameters left out; ``peak_bytes`` is the peak of backward with
-    them.
+    in backward. ``output_bytes`` of its results cross to the next layer's forward, and so do
+    ``passed_bytes`` of earlier layers' results. ``within_forward`` and ``within_backward`` are
+    memory above that at the start of the pass, without gradients of parameters; ``peak_bytes`` is
+    the peak of backward with them.
     """
 
     name: str
@@ -96,11 +96,11 @@ class Layer:
         return tuple(p for p in self.parameters if not p.local)
 
     def padded_bytes(self, ranks: int, *, trained: bool) -> int:
-        """Bytes of one layer's parameters where each of ``ranks`` holds whole rows of each.
+        """Bytes of a layer's parameters if each of ``ranks`` holds whole rows of each (padded).
 
-        FSDP2 cuts the first dimension, and pads it where it does not divide. Of stacked experts,
-        where they are fewer than ranks, the next one is cut, as torchtitan does. ``trained``: only
-        of those with a gradient.
+        FSDP2 cuts the first dimension, and pads it where it does not divide. Stacked experts that
+        are fewer than the ranks are cut in the next dimension, as torchtitan does. ``trained``:
+        count only parameters with a gradient.
         """
         if (ranks, trained) not in self._padded_bytes:
             padded = 0
@@ -343,7 +343,7 @@ def _with_bytes(layer: Layer, lives: Sequence[Lifetime], edges: PhaseEdges) -> L
 
 
 def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
-    """What two layers share that are equal: ops, shapes, dtypes and rows looked up, parameters."""
+    """What equal layers have in common: ops, shapes, dtypes, rows looked up, parameters."""
     own_calls = [*calls[slice(*layer.forward)], *calls[slice(*layer.backward)]]
     ops = tuple(
         (

@@ -95,7 +95,7 @@ def held_lives(
     ends: Mapping[int, int],
     instead: Mapping[int, TensorSpec],
 ) -> list[Lifetime]:
-    """The lifetimes of ``lives_of``, but what call i reads last lives until call ``ends[i]``.
+    """Lifetimes where call ``ends[i]`` frees what call i reads last; ``lives`` as of ``lives_of``.
 
     ``instead``: see ``_held``.
     """
@@ -115,7 +115,7 @@ def _own_bytes(t: TensorSpec) -> int:
 def _held(
     lives: Mapping[int, Lifetime], instead: Mapping[int, TensorSpec], skip: Container[int]
 ) -> Iterator[Lifetime]:
-    """The lifetimes, by storage, if backward holds other tensors ``instead`` of some results.
+    """Lifetimes by storage, where backward holds the tensors ``instead`` in place of some results.
 
     A tensor in the same storage, or that no call makes, is a copy from the last use in forward on.
     """
@@ -136,7 +136,7 @@ def _held(
 def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
     """The tensor that backward reads in place of a result of forward, by the result's storage.
 
-    One in the same storage is a part of the result, which alone is kept.
+    If both have the same storage, the tensor is a part of the result, and only that part is kept.
     """
     apart = over_logits(capture)
     forward = [c for c in capture.calls if c.phase == "forward" and not apart(c)]
@@ -158,9 +158,10 @@ def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
 def _kept_instead(
     call: OpCall, makers: Mapping[int, OpCall], instead: Mapping[int, TensorSpec]
 ) -> Iterator[tuple[int, TensorSpec]]:
-    """(storage of a result, tensor kept in its place): what follows from a forward call.
+    """Pairs (storage of a result, tensor kept in its place) that follow from a forward call.
 
-    By the module's rules. ``makers``: the call that makes each storage; ``instead``: pairs so far.
+    The module's docstring has the rules. ``makers``: the call that makes each storage; ``instead``:
+    pairs found so far.
     """
     if call.op == DTYPE_CAST:
         source, copy = call.args[0], call.outputs[0]
@@ -292,10 +293,10 @@ def memory_rise(calls: tuple[int, int], spans: Iterable[tuple[int, int, int]]) -
 
 
 def node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, int]:
-    """Index of a call of backward -> the last call of its autograd node, if that is another one.
+    """For each call of backward before the end of its autograd node, the node's last call.
 
-    Until then the node holds all that it has saved. Calls in a row that read one gradient are of
-    one node. ``backward``: the half-open range of a layer's calls.
+    Both by index. Until then the node holds all that it has saved. Calls in a row that read one
+    gradient are of one node. ``backward``: the half-open range of a layer's calls.
     """
     ends: dict[int, int] = {}
     written = {t.storage for c in calls[slice(*backward)] for t in c.outputs}

@@ -137,16 +137,17 @@ def _is_square(product: OpCall, sizes: dict[int, int]) -> bool:
 
 
 def _by_head(normed: TensorSpec, start: TensorSpec) -> bool:
-    """Whether a norm is of each head: over fewer columns than there are, of more rows.
+    """Whether a norm is of each head: over fewer columns than there are, with more rows.
 
-    That of a latent, to which keys and values are compressed, leaves out columns and has no more.
+    The norm of a latent, to which keys and values are compressed, has fewer columns but not more
+    rows.
     """
     fewer = normed.shape[-1] < start.shape[-1]
     return fewer and normed.numel * start.shape[-1] > start.numel * normed.shape[-1]
 
 
 def _is_softmaxed(call: OpCall, later: Sequence[OpCall]) -> bool:
-    """Whether a sum is one of attention scores, which only masks and casts part from a softmax."""
+    """Whether a sum is of attention scores: only masks and casts come before a softmax of it."""
     storage = call.outputs[0].storage
     for user in later:
         if not any(t.storage == storage for t in user.tensors()):
@@ -212,7 +213,7 @@ def find_adapters(calls: Sequence[OpCall], weights: set[int]) -> Iterator[Adapte
 
 
 def without_adapters(calls: Sequence[OpCall], adapters: Sequence[Adapter]) -> list[OpCall]:
-    """The calls without the adapters' products; their sums read the results of layers alone."""
+    """The calls without the adapters' two products; the sums read the layers' results instead."""
     gone = {i for x in adapters for i in x.calls[:2]}
     sums = {x.calls[2]: x.result for x in adapters}
     return [

@@ -66,9 +66,9 @@ def _factor(call: OpCall) -> TensorSpec | None:
 def _made_whole(
     p: ParamSpec, whole: TensorSpec, kind: str, fresh: Iterator[int], user: OpCall
 ) -> Iterator[OpCall]:
-    """The kernel that makes a matrix whole; with quantised scales, two first that make these.
+    """The kernel that expands a quantised matrix; two more before it if scales are quantised too.
 
-    ``p``: the matrix in ``kind``; ``whole``: it as the product ``user`` reads it.
+    ``p``: the matrix in ``kind``; ``whole``: the matrix as the product ``user`` reads it.
     """
     codes = TensorSpec(shape=p.shape, dtype=p.dtype, storage=p.storage)
     read: tuple[TensorSpec, ...] = (codes,)

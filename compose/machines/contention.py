@@ -4,14 +4,14 @@ A message of b bytes/s over each rank's link
 
 - holds SMs, one for each of NCCL's channels: held = b / channel_bytes_per_s. Products, convolutions
   and attention lose more than these, as their grids are made for all SMs: sms / (sms - sms_lost *
-  held). Where the software plans them for fewer they lose what it leaves to messages at most
-  (``Stack.message_sms``): sms / (sms - held);
+  held). Where the software plans grids for fewer SMs, they lose at most those that it leaves to
+  messages (``Stack.message_sms``): sms / (sms - held);
 - reads and writes memory: share = memory_passes * b / hbm_bytes_per_s. Kernels that memory bounds
   have the rest of it: 1 / (1 - share).
 
-Within a node more is seen than these count: ``in_node``, unless products are planned so. Nothing is
-slower than if both took turns. A byte costs about as much at any rate: a message between nodes that
-takes long slows what is beside it little, but in all as much as it would in one node
+Within a node the measured slowdown is larger: ``in_node``, unless products are planned so. Nothing
+is slower than if both took turns. A byte costs about as much at any rate: a message between nodes
+that takes long slows what is beside it little, but in all as much as it would in one node
 (``itercast.compose.pricing.collectives``).
 """
 

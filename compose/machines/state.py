@@ -51,8 +51,8 @@ class Spread:
 class Anchor:
     """A measured step, or a part of one, beside its forecast on the typical machine.
 
-    ``log_ratio``: log(measured / forecast); ``sensitivity``: J, in the order of ``NAMES``. Of a
-    part they are what it adds to those of the step; ``share``: how much of the step it is.
+    ``log_ratio``: log(measured / forecast); ``sensitivity``: J, in the order of ``NAMES``. For a
+    part of a step both are what the part adds to the step's; ``share``: how much of the step it is.
     """
 
     model: str

@@ -15,7 +15,7 @@ ROWS = "aten.embedding.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCalls:
-    """A table of a captured step and the indices of the calls that look it up."""
+    """An embedding table of a captured step, with the indices of the calls that look it up."""
 
     parameter: ParamSpec
     calls: tuple[int, ...]
@@ -42,7 +42,7 @@ def captured_tables(capture: StepCapture) -> tuple[TableCalls, ...]:
 
 
 def _looks_up(call: OpCall, table: ParamSpec, positions: set[int]) -> bool:
-    """Whether the call looks rows of ``table`` up by indices whose storage is no position."""
+    """Whether the call looks up rows of ``table``, by indices that are not positions."""
     if call.op not in (*BAGS, ROWS) or call.args[0].storage != table.storage:
         return False
     _, params = find_family(call)

@@ -53,7 +53,7 @@ def _with_ring(capture: StepCapture, cp: int) -> StepCapture:
 
 
 def _remote_block(call: OpCall) -> OpCall:
-    """Attention to another rank's keys and values: no mask; half of them where it is causal."""
+    """Attention to another rank's keys and values: unmasked, half of them where causal."""
     if not call.kwargs.get("is_causal"):
         return call
     args: list[Argument] = [*call.args[:-2]]

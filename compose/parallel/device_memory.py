@@ -31,7 +31,10 @@ def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
 
 
 def verdict(memory_bytes: float, room: float) -> str:
-    """FITS, MISFITS, or "too close..." where the memory model's error leaves it open; in bytes."""
+    """FITS, MISFITS, or "too close..." where the memory model's error leaves it open.
+
+    Both arguments are in bytes.
+    """
     if not too_close(memory_bytes, room):
         return FITS if memory_bytes <= room else MISFITS
     low, high = (memory_bytes * (1 + sign * MEMORY_ERROR) / 1e9 for sign in (-1, 1))

@@ -166,7 +166,7 @@ def _rank_share(t: TensorSpec, token_dim: int | None, plan: ParallelPlan) -> Ten
 def _first_and_last_products(
     capture: StepCapture, weights: Mapping[int, ParamSpec]
 ) -> tuple[set[int], set[int]]:
-    """Indices of the products that begin and end each layer's experts, in forward and backward."""
+    """Indices of the products that begin, and that end, each layer's experts, in each pass."""
     first: set[int] = set()
     last: set[int] = set()
     layer: tuple[str, str] | None = None

@@ -26,7 +26,7 @@ HALF = ("bf16", "fp16")
 
 
 def wide_experts(capture: StepCapture) -> bool:
-    """Whether experts run in fp32 beside linear layers in half precision."""
+    """Casts that mixed precision may add to autocast's: of experts, or of a whole module."""
     experts = (c for c in capture.calls if c.op == GROUPED)
     return half_dtype(capture) != "" and any(c.args[0].dtype == WIDE for c in experts)
 
@@ -131,7 +131,7 @@ class _ExpertCasts:
         return [*calls, with_tensors(call, change | {result: self._half(result)})]
 
     def _promoted(self, call: OpCall) -> OpCall:
-        """A call that reads tensors now in half precision: so is its result, if all inputs are."""
+        """A call whose inputs are now in half precision: so are its results, if all inputs are."""
         tensors = call.tensors()
         if self.in_half.isdisjoint(t.storage for t in tensors):
             self.in_half.difference_update(t.storage for t in call.outputs)

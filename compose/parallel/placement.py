@@ -134,7 +134,7 @@ class Cluster:
         return self.network_share(self.gpus_per_node)
 
     def network_share(self, senders: int) -> float:
-        """Bytes/s of each of ``senders`` ranks of a node that send to other nodes at the same time.
+        """Bytes/s that each of ``senders`` ranks of a node sends to other nodes at the same time.
 
         If fewer ranks than GPUs send, each has more of the NICs, up to the rate of its PCIe.
         """

@@ -231,7 +231,7 @@ class _TensorParallel:
             self._reduce_sums(call, factors[1], out)
 
     def _note_layer(self, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
-        """Notes a layer's input in forward; cuts its weight by rows if that is cut by columns."""
+        """Notes a layer's input in forward; a weight cut by rows cuts the input by columns."""
         if not self._is_weight(weight):
             return
         role = self.roles.get(weight.storage)
@@ -248,9 +248,9 @@ class _TensorParallel:
     def _product_axis(
         self, call: OpCall, factors: Sequence[TensorSpec]
     ) -> tuple[str, TensorSpec | None, int]:
-        """(axis that is cut: m, n, k or batch; the factor it is cut in; the dimension of that).
+        """Finds which axis of a product is cut: (m, n, k or batch; the cut factor; its dimension).
 
-        ("", None, 0) where none is cut.
+        ("", None, 0) where no axis is cut.
         """
         cut_axes: dict[str, tuple[TensorSpec, int]] = {}
         for t, axes in zip(factors, FACTOR_AXES, strict=True):
@@ -291,10 +291,10 @@ class _TensorParallel:
                 self.cuts[other.storage] = cut_along(other, along)
 
     def _reduce_sums(self, call: OpCall, weight: TensorSpec, out: TensorSpec) -> None:
-        """Reduces partial sums: a second layer's result, or the gradient of first layers' input.
+        """Reduces partial sums: the result of a row-cut layer, or first layers' input gradient.
 
-        That gradient is complete, and reduced, once all layers that read the input have added to it
-        (``pending`` is 0).
+        That gradient is reduced once all layers that read the input have added to it (``pending``
+        is 0).
         """
         sources = self.sources.get(weight.storage)
         if call.phase in ("forward", "loss") or not sources:
@@ -306,7 +306,7 @@ class _TensorParallel:
             self._reduce(out, call.phase)
 
     def _other(self, i: int, call: OpCall) -> None:
-        """Cuts a call between products as its inputs are cut: by columns before by tokens."""
+        """Cuts a call between products as its inputs are cut; a cut by columns has precedence."""
         if not any(t.storage in self.cuts for t in call.tensors()):
             self.builder.add(i, call)
             return

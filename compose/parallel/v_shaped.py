@@ -18,7 +18,7 @@ class _Order:
         self.late = deque[tuple[int, int]]()  # micro-batch and chunk of weight gradients to come
 
     def add(self, times: int, *steps: str) -> None:
-        """Add steps: F0 is the forward of chunk 0; W the weight gradients that wait longest."""
+        """Add steps of the schedule: F0 is chunk 0's forward, W the oldest weight gradients."""
         for step in steps * times:
             kind, chunk = step[0], int(step[1:] or 0)
             if step == "W":
@@ -33,7 +33,7 @@ class _Order:
 
 
 def zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
-    """As torch's ScheduleZBVZeroBubble; few micro-batches as if filled up to a full pipeline."""
+    """As torch's ScheduleZBVZeroBubble; with few micro-batches, the order of a full pipeline."""
     count, order = max(2 * stages - 1, micro), _Order()
     order.add(2 * (stages - rank) - 1, "F0")
     order.add(rank, "F1", "F0")

@@ -36,10 +36,10 @@ def compute_us(runs: Sequence[LayerRun]) -> float:
 
 
 def least_us(rank: Rank) -> float:
-    """A lower bound of the iteration: what any schedule must do one after the other.
+    """A lower bound of the iteration: work that any schedule must do one after the other.
 
-    The first micro-batch's forward on the stages before a rank, all of that rank's work, and the
-    last one's backward on its way back, without the weight gradients that may fill the bubble.
+    It is the first micro-batch's forward on the stages before a rank, all of that rank's work, and
+    the last one's backward on its way back, without the weight gradients that may fill the bubble.
     """
     plan = rank.plan
     facts = (plan.microbatches, stage_facts(rank)) if _gathers_in_each(rank) else ()
@@ -58,7 +58,7 @@ def _gathers_in_each(rank: Rank) -> bool:
 
 
 def _stage_times_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """Times in us of a micro-batch on each stage: of all its layers, and until the next can begin.
+    """Times in us of a micro-batch on each stage: of all its work, and until the next can begin.
 
     The next stage waits for the stage's first chunk, but not for its weight gradients where the
     schedule does them later.
@@ -106,7 +106,7 @@ def _fsdp_messages(
 
 
 def _beside_us(rank: Rank, own_us: float, messages: Sequence[Sent]) -> float:
-    """Time of compute beside messages: they slow each other while that beats taking turns."""
+    """Least time of compute beside messages: both slow each other, or take turns if faster."""
     sent_us = sum(count * op.duration_us for op, count in messages)
     slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in messages if op.duration_us]
     return side_by_side_us(own_us, sent_us, min(TAKING_TURNS, *slowdowns))

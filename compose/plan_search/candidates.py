@@ -54,9 +54,10 @@ LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A plan (by one of its ranks) with its time, or a lower bound of that, and its memory.
+    """A plan (by one of its ranks) with its memory and its time, or a lower bound of the time.
 
-    ``close``: whether it fits is within the error of the memory model.
+    ``close``: too close to the GPU's memory to tell whether it fits (within the memory model's
+    error).
     """
 
     rank: Rank
@@ -108,7 +109,7 @@ class Search:
         return CapturesBySize(self.capture_at)
 
     def size(self, plan: ParallelPlan) -> Size:
-        """A micro-batch of a replica: samples, tokens of a sample on one rank, autocast or not."""
+        """The micro-batch of a plan: samples, tokens of a sample on one rank, autocast or not."""
         if self.batch % plan.dp:
             raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
         return (*micro_batch(plan, self.batch // plan.dp, self.seq), plan.autocast)
@@ -153,9 +154,9 @@ class Search:
         return rank
 
     def legal(self, plans: Sequence[ParallelPlan]) -> list[Rank]:
-        """A rank of each plan that no rule forbids; the plans are of one shape.
+        """A rank of each plan that no rule forbids; the plans must have one ``Shape``.
 
-        They run the same ops: if the first plan's cannot be rewritten, no other plan's can.
+        Such plans run the same ops: if the first one cannot be rewritten, none can.
         """
         first, book = plans[0], self.book
         try:
@@ -168,7 +169,7 @@ class Search:
         return list(filter(None, map(self.allowed, plans)))
 
     def price_sharded(self, ranks: Iterable[Rank]) -> None:
-        """Price what FSDP sends in plans in one call of the pricer."""
+        """Price all messages that FSDP sends under these plans in one call of the pricer."""
         clusters, done = dict[tuple[Message, Group], Cluster](), set[tuple[int, ...]]()
         for rank in (rank for rank in ranks if rank.plan.zero):
             plan, cluster = rank.plan, rank.cluster
@@ -205,7 +206,7 @@ class Search:
         return f"no plans with micro-batches of {listed} {unit} a rank: {why}" if why else ""
 
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
-        """The rank with its plan's time and memory."""
+        """Scores a plan: its time as given, its memory, and whether it fits."""
         nbytes = sum(memory(rank, self.optimizer).values())
         room = room_bytes(self.book.gpu, rank.plan)
         on_host = lacking_on_host(rank.cluster, host_memory(rank, self.optimizer))

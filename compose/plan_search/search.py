@@ -30,7 +30,7 @@ from itercast.compose.simulate.stages import uneven
 
 
 class Waiting(NamedTuple):
-    """A plan in the heap: the least score that it may have, its number, and its next step."""
+    """A plan in the heap: a lower bound of its score, its number, and what to do with it next."""
 
     bound: float
     number: int  # of equal bounds the first goes first
@@ -124,13 +124,13 @@ class BranchAndBound:
                 self.on_plan(len(self.listed), leader.plan)
 
     def simulate(self, below: float = inf) -> None:
-        """Simulate plans in the order of their bounds, up to a score or that of the last best."""
+        """Simulate plans in order of their bounds, up to a score or the worst of the best."""
         while self.lowest_bound < min(below, self.limit):
             waiting = heappop(self.waiting)
             waiting.next_step(waiting.rank)
 
     def near(self, shapes: Shapes, wanted: Callable[[ParallelPlan], bool]) -> list[Scored]:
-        """The ``wanted`` plans whose bound is within ``reach``, with memory; none is simulated."""
+        """The ``wanted`` plans with memory, but unsimulated, whose bound is within ``reach``."""
         shapes, others = shapes.only(wanted), list[Waiting]()
         while shapes.least < self.reach:
             self.add(shapes.take(shapes.least))
@@ -156,15 +156,17 @@ class BranchAndBound:
         heappush(self.waiting, Waiting(bound, next(self.numbers), next_step, rank))
 
     def _bound(self, rank: Rank) -> None:
-        """Bound a plan by its schedule; add it with uneven stages where they balance it better."""
+        """Bound a plan by its schedule; queue it with uneven stages if these balance better."""
         self._wait(self._least(rank, least_us(rank)), self._weigh, rank)
         plan = rank.plan
         if plan.first == plan.last == 0 and plan.recompute != "budget":
             self.add(_legal(self.search, uneven(rank.model.layers, plan)))
 
     def _weigh(self, rank: Rank) -> None:
-        """Compute a plan's memory. If it exceeds the GPU's, add the plan with recomputation, and if
-        that does too, with shards in host memory.
+        """Compute a plan's memory, to queue it for simulation.
+
+        If it exceeds the GPU's, queue the plan with recomputation too, then with shards in host
+        memory.
         """
         scored = self.search.scored(rank, least_us(rank))
         self.weighed.append(scored)
@@ -206,7 +208,7 @@ def v_shaped(tree: BranchAndBound) -> Iterator[Rank]:
 def local_or_recomputed(tree: BranchAndBound) -> Iterator[Rank]:
     """Yields variants of plans with local SGD, or with as little recomputation as fits.
 
-    The bound of the plan itself holds for them too: they may be best only if it may.
+    They cannot beat the bound of the plan itself, so only plans that may be best have variants.
     """
     for scored in list(tree.weighed):
         if tree.may_be_best(scored.rank, scored.iteration_us):

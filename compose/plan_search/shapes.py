@@ -1,9 +1,9 @@
 """Shapes of plans: what decides how long GPUs compute for a sample, whatever replicas and stages.
 
-A plan takes at least the mean over its ranks of the time that they compute (``mean_us``): the time
-of all GPUs for a step over their number, and plans of one shape have the former in common. In a
-finer shape a sample takes no less: with fewer samples in a micro-batch, or more ranks of tp or cp,
-kernels are smaller and messages more. So where a shape is too slow no finer one is looked at.
+A plan takes at least the mean of its ranks' compute time (``mean_us``): the GPU time of a step over
+the number of GPUs. Plans of one shape have equal GPU time. A finer shape, with fewer samples in a
+micro-batch or more ranks of tp or cp, takes no less per sample, as kernels are smaller and messages
+more. So where a shape is too slow, no finer one is looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINER_TAKES: float = assumed(__file__, "finer_takes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The micro-batch of a plan and how ranks share it; ``cast``: by FSDP's mixed precision."""
+    """The micro-batch of a plan and how ranks share it; ``cast``: FSDP casts the module."""
 
     samples: int
     tp: int
@@ -52,7 +52,7 @@ class Shape:
         return self.tp * self.cp / self.samples
 
     def refines(self, other: Shape) -> bool:
-        """Whether it is as ``other``, but for whole multiples of ranks or fewer samples."""
+        """Whether this shape is finer than another: more ranks per sample, or fewer samples."""
         more_ranks = self.tp % other.tp == self.cp % other.cp == 0
         fewer_samples = other.samples % self.samples == 0
         same = (self.ep, self.cast, self.shard) == (other.ep, other.cast, other.shard)
@@ -85,7 +85,7 @@ class Shapes:
         return few
 
     def take(self, most: float) -> list[Rank]:
-        """Price the coarsest waiting shapes of bounds up to ``most``; returns their plans' ranks.
+        """Price the coarsest waiting shapes with bounds up to ``most``; returns their ranks.
 
         Shapes that refine these take at least FINER_TAKES of their time, so their bounds rise.
         """

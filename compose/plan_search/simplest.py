@@ -1,4 +1,4 @@
-"""The simplest plan that may be as good as the best one, as far as forecasts can tell."""
+"""Finds the simplest plan that forecasts cannot tell from the best one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def simplest(
 ) -> tuple[Scored | None, list[Scored]]:
     """The plan with the fewest keys whose time or cost is within PLANS_APART of the best one's.
 
-    Of equally simple ones the best; it must surely fit in memory. None if there is none.
-    ``near(n)``: the legal plans with n keys, with bounds of their times. Also returns the plans
-    that were simulated to find it.
+    The best of those with equally few keys. Plans that may not fit in memory (``Scored.close``) are
+    left out; None if no plan is left. ``near(n)`` returns the legal plans with n keys, with lower
+    bounds of their times. Also returns the plans that were simulated on the way.
     """
     limit = best.score(objective) * (exp(PLANS_APART) if objective != "memory" else 1.0)
     most = len(fields(ParallelPlan)) if best.close else keys(best.plan)

@@ -27,7 +27,7 @@ class _NotTheSameStep(Exception):
 
 
 class _Scaling:
-    """Makes values at a third size of those at two sizes: of captures, calls, tensors, integers."""
+    """Derives a capture at a third size of micro-batch from captures at two sizes."""
 
     def __init__(self, known: tuple[Size, Size], size: Size) -> None:
         self.sizes = (*known, size)
@@ -71,8 +71,8 @@ class _Scaling:
 class CapturesBySize:
     """The captures of a model by size, each made when first asked for.
 
-    Lengths of 1 may have strides of their own: captures of one sample are derived from larger ones
-    only if that gives a captured one too, else from one another.
+    Lengths of 1 may have other strides: captures of one sample are derived from larger ones only if
+    a check against a real capture of one sample agrees, else from other captures of one sample.
     """
 
     def __init__(self, capture_at: CaptureAt) -> None:

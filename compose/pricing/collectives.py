@@ -54,11 +54,11 @@ class Message:
         return Collective(op=self.kind, message_bytes=size, dtype=self.dtype, **links)
 
     def _sent_frac(self, ranks: int, per_node: int) -> float:
-        """Copies of a token that are sent, over topk: one for each node, not one for each expert.
+        """Copies of a token that are sent over topk, if it is sent once per node, not per expert.
 
         n nodes hold e/n of e experts each, so n (1 - C(e - e/n, topk) / C(e, topk)) nodes are
         expected to have an expert of the token. Within a node it is 1: such kernels send fewer
-        copies, but at a lower rate.
+        copies there, but at a lower rate.
         """
         experts, topk = self.routed
         if not topk or ranks <= per_node:
@@ -125,8 +125,8 @@ def _in_node(group: Group) -> list[Group]:
 def _on_machine(message: Message, group: Group, book: PriceBook, cluster: Cluster) -> PricedOp:
     """The message by the machine's factors, with how much it slows compute beside it.
 
-    That depends on its bytes/s over each rank's link, and is at least what the same message within
-    one node costs, as this one crosses links of a node, too.
+    The slowdown depends on its bytes/s over each rank's link, and is at least that of the same
+    message within one node: a message between nodes crosses links inside a node, too.
     """
     op = book.sent[cluster.place][message, group].among(group.size, group.per_node, book.machine)
     if op.duration_us == 0:
@@ -144,7 +144,7 @@ def _on_machine(message: Message, group: Group, book: PriceBook, cluster: Cluste
 
 
 def prefetch_messages(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> None:
-    """Prices in one call messages among groups of ranks, into ``book.sent``.
+    """Prices messages among groups of ranks in one call, and keeps them in ``book.sent``.
 
     ``cluster``: the links of these groups.
     """
@@ -212,7 +212,7 @@ def _learned(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> Ite
 
 
 def _modelled(messages: Sequence[Sent], book: PriceBook, cluster: Cluster) -> list[tuple[Any, ...]]:
-    """For each message (us, size, ranks per node) of the largest group that the model knows.
+    """For each message: (us, size, ranks per node) of the largest group that the model knows.
 
     () in a group of one rank, which sends nothing. Links slower than measured: scaled by formula.
     """

@@ -51,11 +51,11 @@ PYTHON = "python"  # phase of host work that no op stands for
 def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     """Prices all Python and autograd events of a step together: counts times event times.
 
-    A host that the user named prices all events. Else the model of family "host" prices those that
-    it has seen: on a CPU all but the events of parallel wrappers (DDP, FSDP) and of loops over
-    tables; on a GPU, and for these, only inside its training range. Other events take the assumed
-    times of the book's host, on a CPU as many times longer as those it has seen take; their share
-    is in ``assumed``.
+    If the user named a host, its times price all events. Else the learned model of family "host"
+    does: on a CPU for all events but those of parallel wrappers (DDP, FSDP) and of loops over
+    tables; elsewhere only inside its training range. Remaining events take the times that are
+    assumed of the book's host; on a CPU these are scaled by how much slower it was measured to be
+    (``_slowdown``). The share of assumed times is in ``assumed``.
     """
     unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
@@ -104,7 +104,7 @@ def _event_us(
 
 
 def _slowdown(book: PriceBook) -> float:
-    """Measured over assumed time of a host event on a measured CPU: how much slower it is.
+    """How much slower a measured CPU runs host events than is assumed: measured over assumed.
 
     The median over events that every step has; 1 where none of them were measured.
     """
@@ -121,11 +121,11 @@ def _slowdown(book: PriceBook) -> float:
 
 
 def _book_of_host_times(book: PriceBook) -> PriceBook:
-    """Returns the book whose models price host events.
+    """The book whose model prices host events: that of a GPU whose host was measured.
 
-    ``book`` itself on a CPU, without a model of host times, or where a host with this GPU was
-    measured. Else the prices of the most similar GPU with such a host: Python's time depends on
-    the GPU only through the machine that it sits in.
+    It is ``book`` itself on a CPU, without a model of host times, or where a host with this GPU was
+    measured. Else it is the book of the most similar GPU with a measured host: Python's time
+    depends on the GPU only through the machine that it sits in.
     """
     model = book.models.get("host")
     if model is None or book.gpu.kind == "cpu":
@@ -181,7 +181,7 @@ class Launches:
         return total
 
     def step(self, op: PricedOp, *, added: bool = False) -> Step:
-        """An op with its launch time, or Python without a kernel."""
+        """An op with its launch time, to be simulated; Python events have no kernel."""
         if op.phase == PYTHON:
             return Step(0.0, op.duration_us, name=op.op)
         return Step(
@@ -200,9 +200,9 @@ class Launches:
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
     """Prices a step's host time per op: its launch, and an equal share of all Python events.
 
-    Of a CUDA graph all of it comes before one op.
-    ``events``: how often each kind of event (a module call, a view...) occurs. On a CPU the launch
-    is part of the op's own time.
+    If a CUDA graph launches the step, all of it comes before one op. ``events``: how often each
+    kind of event (a module call, a view...) occurs. On a CPU the launch is part of the op's own
+    time.
     """
     by_op = "graph" not in capture.engine
     calls = max(1, len(capture.calls)) if by_op else 1
@@ -226,10 +226,10 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
 def led_by_graph(
     layers: Sequence[Layer], ops: Mapping[int, PricedOp], costs: Launches
 ) -> tuple[Layer | None, dict[int, PricedOp]]:
-    """The op that waits for the launch of a CUDA graph: its layer, and all ops, this one marked so.
+    """Marks the op that waits for a CUDA graph's launch; returns its layer, and all ops.
 
-    Inference: the first op of forward. Training: the last op of backward, as the host launches a
-    step while the one before runs. No layer where ops are launched one by one.
+    In inference it is the first op of forward; in training the last op of backward, as the host
+    launches a step while the one before runs. No layer where ops are launched one by one.
     """
     led = dict(ops)
     last_of_backward = [(x, x.backward[1] - 1) for x in layers if x.backward[0] < x.backward[1]]

@@ -105,7 +105,7 @@ class PricedLayer:
 
     @cached_property
     def to_weights(self) -> PricedLayer:
-        """The layer with the rest of backward: gradients are ready after it, as their ops end."""
+        """The second part of a split backward: gradients of weights, ready after their ops."""
         places = sorted(self.weights)
         parameters = tuple(
             replace(p, ready_after=max(0, bisect_right(places, p.ready_after) - 1))
@@ -242,7 +242,7 @@ def price_model(
 
 
 def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
-    """Price the ops and messages of many plans in one call of the pricer for each family.
+    """Price the ops and messages of many plans at once: one call of the pricer per family.
 
     Plans that a rule forbids, and those that spread tables, are left out.
     """

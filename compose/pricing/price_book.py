@@ -205,7 +205,7 @@ class PriceBook:
         return self.once(("op", key), lambda: self._new(w, parts))
 
     def prefetch(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
-        """Price in one call per family all that these ops need; returns each op's parts."""
+        """Price all parts that these ops need in one call per family; returns each op's parts."""
         parts = [self._parts(w) for w in wanted]
         by_family: dict[str, list[Any]] = {}
         for part in (part for parts_of_op in parts for part in parts_of_op):
@@ -227,7 +227,7 @@ class PriceBook:
         return w.paddable and self.gpu.kind != "cpu" and "gemm" in self.models
 
     def _run_parts(self, w: Priceable, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts of an op that run: of a product that may be padded, those of the faster way."""
+        """The parts of an op that run; if a product may be padded, those of the faster way."""
         if not self._may_pad(w):
             return parts
         count = len(padded_parts(w.run_by(self.gpu).params))
@@ -249,7 +249,7 @@ class PriceBook:
         return []
 
     def _host_call(self, w: Priceable) -> HostCall | None:
-        """What a GPU's sweep measured of a call's launch; None on a CPU, where the op has it."""
+        """What a GPU's sweep measured of a call's launch; None on a CPU: op times include it."""
         model = self.models.get(w.name)
         if model is None or self.gpu.kind == "cpu":
             return None
@@ -279,7 +279,11 @@ class PriceBook:
         return part.times * ((1 - cold) * warm_us + cold * cold_us)
 
     def _roofline_us(self, w: Priceable, flops: float, parts_us: float) -> float:
-        """Time of an op without a model: its parts' time, else its bytes'; at least its flops'."""
+        """Time in us of an op without a model: the largest of two times.
+
+        They are its matrix products at peak, and its parts' time, or without parts the time to move
+        its bytes.
+        """
         bytes_us = w.bytes_on(self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
         peak = self.gpu.peak(getattr(w.params, "dtype", "fp32"))
         return max(parts_us or bytes_us, flops / peak * 1e6)

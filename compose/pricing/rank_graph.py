@@ -53,7 +53,7 @@ LayerCopies = tuple[tuple[PricedOp, ...], ...]  # by kind (``gradient_copies``),
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedCalls:
-    """Calls of one rank to price, by their number, whoever made them: a plan or a program."""
+    """Calls of one rank to price, by their number; they may be of a plan or of a program."""
 
     ops: Mapping[int, Priceable]
     messages: Mapping[int, Message]
@@ -62,7 +62,7 @@ class AskedCalls:
     def of(
         cls, calls: Sequence[OpCall], cold: Sequence[float], numbers: Iterable[int]
     ) -> AskedCalls:
-        """The calls with these numbers; ``cold``: the share of each one's bytes in no cache."""
+        """The calls of these numbers; ``cold``: the share of each call's bytes not in a cache."""
         chosen = {i: calls[i] for i in numbers}
         sent = {i: call for i, call in chosen.items() if call.op == COLLECTIVE}
         return cls(
@@ -109,14 +109,14 @@ def axis_among(ranks: tuple[int, ...]) -> str:
 class RankGraph:
     """A rank's op calls of one micro-batch and their layers.
 
-    ``cold``: the share of each call's bytes that no cache holds; ``copies``: by a layer's name and
-    parameter what synchronising its gradient adds (``gradient_copies``). ``buffers``: running
-    statistics by dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``:
-    temporary bytes of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but
-    those of Muon's ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries, and
-    those of shards of embedding ``tables``, which have ``table_bytes``; ``tied``: weights of the
-    first layer that the last one uses too; ``unfused``: the calls before they are fused into
-    kernels.
+    ``cold``: the share of each call's bytes that no cache holds. ``copies``: by layer name and
+    parameter, the ops that synchronising its gradient adds (``gradient_copies``). ``buffers``:
+    running statistics by dtype. ``input_bytes``: what forward reads beside parameters.
+    ``optimizer``: the optimizer's calls, without Muon's (``matrices``, by storage) and without
+    those over shards of embedding tables (``tables``). Temporary bytes of the update:
+    ``update_share`` times the bytes of gradients, ``matrix_bytes`` for one matrix, ``table_bytes``
+    for tables. ``tied``: weights of the first layer that the last one uses too. ``unfused``: the
+    calls before fusion into kernels.
     """
 
     capture: StepCapture
@@ -138,9 +138,10 @@ class RankGraph:
 
     @cached_property
     def priced(self) -> tuple[int, ...]:
-        """Numbers of the calls whose times are asked for.
+        """Numbers of the calls that are priced.
 
-        Those of one of several equal layers, the optimizer's, and what runs beside collectives.
+        They are the calls of one of several equal layers, the optimizer's, and what runs beside
+        messages.
         """
         calls = self.capture.calls
         spans = [range(*span) for x in self.layers for span in (x.forward, x.backward)]
@@ -188,7 +189,7 @@ class RankGraph:
         return [*self.asked.ops.values(), *copies]
 
     def _prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], dict[str, LayerCopies]]:
-        """The prices of ``to_price``: of ops by number, of copies by layer and parameter."""
+        """Reads prices of ``to_price``: of ops by number, of copies by layer and parameter."""
         prices = iter(book.price(self.to_price()))
         ops = {i: next(prices) for i in self.asked.ops}
         copies = {
@@ -212,7 +213,7 @@ def rank_graph(
 ) -> RankGraph:
     """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel.
 
-    ``cells``: of recurrent networks that this device runs in one call, as its rows were measured.
+    ``cells``: recurrent networks that this device runs in one call, as its rows were measured.
     """
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
@@ -301,10 +302,10 @@ def partly_hidden(
 
 
 def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, Overlapped]:
-    """By message of ep: (share, ops) of the compute of another micro-batch that it runs beside.
+    """By message of ep: (share, ops) of another micro-batch's compute that hides it.
 
-    A layer's compute, forward and backward, is divided among its messages; nothing runs beside
-    those of the first micro-batch.
+    A layer's compute, forward and backward, is divided among its messages; nothing hides those of
+    the first micro-batch.
     """
     overlapped, messages = dict[int, Overlapped](), graph.asked.messages
     later_frac = 1 - 1 / plan.microbatches
@@ -319,8 +320,8 @@ def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int,
 def _overlapped(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -> Overlapped:
     """(share, ops): the compute of the same micro-batch that runs beside collective ``i``.
 
-    A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
-    then (C-1)/C T and t side by side.
+    With C chunks (CoCoNeT, tp_overlap), a product of time T and its collective first take T/C; then
+    (C-1)/C of T and the collective run side by side.
     """
     call = calls[i]
     if call.kwargs["until_read"]:

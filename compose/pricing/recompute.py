@@ -53,11 +53,11 @@ NOTHING = Item(calls=(), nbytes=0, time_us=0.0)
 def recomputed(
     layer: Layer, graph: RankGraph, ops: Mapping[int, PricedOp], plan: ParallelPlan, book: PriceBook
 ) -> Recomputed:
-    """Ops of forward that backward runs again first, and the bytes that forward still saves.
+    """What a layer recomputes under the plan, and the bytes that its forward still saves.
 
-    The whole layer ("full"), its attention ("selective", arXiv:2205.05198), all but attention and
-    every second product ("ops"), or as little as the bytes allow ("budget"): then those of a share
-    ``plan.recomputed`` of what is saved otherwise.
+    The plan recomputes the whole layer ("full"), its attention ("selective", arXiv:2205.05198), all
+    but attention and every second product ("ops"), or as little as a budget allows ("budget"): a
+    share ``plan.recomputed`` of the bytes saved without recomputation.
     """
     kept, capture = NOTHING, graph.capture
     saved = boundary = graph.before_fusion(layer)[1].output_bytes
@@ -136,8 +136,9 @@ def _items(
 ) -> list[Item]:
     """The calls of a span whose results a selective checkpoint may save.
 
-    Not those that write in place, or whose results another call writes: torch refuses them. Calls
-    that draw random numbers are saved together or not at all: else the others draw other ones.
+    Calls that write in place, or whose results another call writes, are left out: torch refuses
+    them. Calls that draw random numbers are saved together or not at all; else the others would
+    draw different ones.
     """
     forward = [c for c in capture.calls if c.phase == "forward"]
     writes = Counter(t.storage for c in forward for t in c.outputs)
@@ -200,7 +201,7 @@ def _attention(layer: Layer, capture: StepCapture) -> tuple[Sequence[int], int]:
 
 
 def _count_saved(layer: Layer, capture: StepCapture) -> int:
-    """How many tensors autograd saves of a layer: those of forward that backward's calls read."""
+    """How many tensors autograd saves of a layer: results of forward that its backward reads."""
     forward = capture.calls[slice(*layer.forward)]
     there = {t.storage for c in forward for t in c.touched}
     backward = capture.calls[slice(*layer.backward)]

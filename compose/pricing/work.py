@@ -1,9 +1,10 @@
 """Adds up ops that run one after the other, so that a layer is summed once and then repeated.
 
 The host launches ops one after the other; a kernel starts when it is launched and the compute lane
-is free. The host waits for ops that it must know the result's shape of. The times at which host and
-lane are free after a group of ops are a max-plus linear function of those before it. Such functions
-compose, so that few numbers describe any group of ops exactly. On a CPU there is no host lane.
+is free. The host waits for the end of an op if it needs the result, as for a shape that depends on
+data. The times at which host and lane become free after a group of ops are max-plus linear
+functions (a maximum of sums) of the times before it. Such functions compose, so that a few numbers
+describe any group of ops exactly. On a CPU there is no host lane.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from math import inf
 class Work:
     """Times of a group of ops that run one after the other.
 
-    ``host_us``: launching all of them; ``lane_us``: all kernels one after the other; ``path_us``:
-    from the first launch to the end of the last kernel where nothing else delays them; ``comm_us``:
-    the part of ``lane_us`` in which compute waits for collectives. ``steps``: the ops, where a
-    timeline is to show each of them. Where the host waits for one of them, ``wait_us`` and
-    ``stall_us`` are the times from when the lane is free until the host has launched all, and until
-    the last kernel ends. ``product_us``: the part of ``lane_us`` in matrix products, convolutions
-    and attention.
+    ``host_us``: launching all of them. ``lane_us``: all kernels one after the other. ``path_us``:
+    from the first launch to the end of the last kernel, if both host and lane are free at the
+    start. ``comm_us``: the part of ``lane_us`` in which compute waits for collectives.
+    ``product_us``: the part in matrix products, convolutions and attention. ``steps``: the ops, if
+    a timeline shows each. If the host waits for an op of the group, and the lane is free later than
+    the host: ``wait_us`` is from then until the host has launched all, ``stall_us`` until the last
+    kernel ends.
     """
 
     host_us: float = 0.0
@@ -36,7 +37,7 @@ class Work:
     product_us: float = 0.0
 
     def then(self, other: Work) -> Work:
-        """These ops followed by others."""
+        """These ops followed by others: each maximum is over the paths through host and lane."""
         end_us, more_us = (max(w.lane_us, w.stall_us) for w in (self, other))
         return Work(
             max(self.host_us + other.host_us, self.path_us + other.wait_us),

@@ -81,9 +81,9 @@ def _per_node(program: ProgramCapture, target: Target) -> int:
 def priced_program(
     program: ProgramCapture, target: Target
 ) -> tuple[dict[int, PricedRank], PriceBook, float]:
-    """The captured ranks with prices, the price book, and a share of a CPU's cores.
+    """The captured ranks with prices, the price book, and the share of cores of each rank.
 
-    That share is what a captured rank takes, with the ranks that it stands for.
+    The share is of a CPU's cores, and includes the ranks that the captured rank stands for.
     """
     gpu, world = target.gpu, program.world_size
     threads = max(1, gpu.sm_count // world) if gpu.kind == "cpu" else 0

@@ -1,4 +1,4 @@
-"""Prices the launches of a captured rank: ops, collectives by the nodes that their ranks are on."""
+"""Prices the launches of a captured rank: ops, and collectives by the nodes of their ranks."""
 
 from __future__ import annotations
 

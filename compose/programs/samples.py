@@ -2,9 +2,9 @@
 
 A weight's gradient is summed over the rows that a rank computes, and then over the ranks that
 compute others: rows times these ranks are the rows of the step. Ranks that split layers, or have
-other stages of a pipeline, are not among them. Tokens are what is looked up for layers: not the
-items that a recommender compares results with, nor the text beside larger latents, nor categories,
-of which each row has one.
+other stages of a pipeline, are not among them. Tokens are the lookups whose results go into layers.
+These do not count: items that a recommender compares results with, text beside larger latents, and
+categories, one per row.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def batch_of(program: ProgramCapture) -> Batch:
 
 
 def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
-    """(rows, tokens) of each lookup of forward in the table asked for most tokens.
+    """(rows, tokens) of each lookup that forward makes in the table with most tokens.
 
-    Only lookups by indices of shape (rows, tokens of a row) count. A table that forward made, as
-    one that ZeRO gathers for each, is that of the same shape.
+    Only lookups by indices of shape (rows, tokens of a row) count. Tables that forward makes, as
+    ZeRO's gathers do for each use, are one table if their shapes are equal.
     """
     by_table, for_layers = defaultdict[Any, list[tuple[int, int]]](list), _for_layers(calls)
     made = {t.storage for call in calls if call.phase == "forward" for t in call.outputs}
@@ -107,7 +107,7 @@ def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
 
 
 def _for_layers(calls: Sequence[OpCall]) -> set[int]:
-    """Ids of forward's lookups whose results a product with weights reads; all if none is."""
+    """Ids of lookups whose results a product with weights reads; of all lookups if none is so."""
     found_in, looked_up, read = defaultdict[int, set[int]](set), set[int](), set[int]()
     for call in (c for c in calls if c.phase == "forward"):
         found = set[int]().union(*(found_in[t.storage] for t in call.tensors()))

@@ -33,7 +33,7 @@ from itercast.compose.programs.scripts import (
 def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCapture]]:
     """The model that a script trains, and the step that it was found in.
 
-    The script runs as one process; if it stops in that, as one of its ``world_size`` ranks.
+    The script runs as one process; if it stops that way, as one of its ``world_size`` ranks.
     ValueError in one line if no plan can be made for it. Captures are kept with the script's own;
     new ones are made in the script's process, which ends with this context.
     """
@@ -110,7 +110,7 @@ class _Captures:
         return cached(key, make, cache_folder("captures"))
 
     def _ask(self, settings: StepSettings, batch: int, seq: int, shallow: bool) -> StepCapture:
-        """Have the script's process capture a micro-batch: a file asks, another one answers."""
+        """Have the script's process capture a micro-batch, by a file that asks for it."""
         if self.process is None:
             self.start()
         if self.process is None:

@@ -94,7 +94,7 @@ class ScriptOrder:
             raise ValueError(f"script {str(self.path)!r} {why}") from None
 
     def facts(self, serve: str = "") -> Facts:
-        """What its process is given; ``serve``: see ``itercast.capture.programs.script``."""
+        """What the capturing process is given; ``serve``: see ``programs.script.main``."""
         gpu, node = self.target.gpu, self.target.node
         return {
             "script": str(self.path),
@@ -113,13 +113,13 @@ class ScriptOrder:
         return emulated(gpu, host_cores(node, self.world_size), self.facts("")["per_node"])
 
     def key(self, serve: bool = False) -> str:
-        """A digest of this, and of the code that runs here."""
+        """A digest of this order, and of the code that runs here."""
         facts = self.facts("serve" if serve else "")
         code = (digest_of_code(CAPTURE), *_packages())
         return digest((facts, self.target.gpu.kind, os.getcwd(), *code))
 
     def kept(self, key: str) -> Path | None:
-        """The capture that is kept under a key, if the script would find the same answers now."""
+        """The capture kept under a key, if the script would find the same answers here now."""
         gpu = self.emulated()
         for path in () if self.anew else sorted(cache_folder("programs").glob(f"{key}-*.json.gz")):
             known = path.with_suffix(".asked")
@@ -136,10 +136,10 @@ class ScriptOrder:
 def capturing(order: ScriptOrder, share: float = 1.0) -> Generator[None, None, CapturedScript]:
     """Capture a step of a script, or read the one that is kept, unless ``anew``.
 
-    A kept one is valid while the script would find the same files, folders, variables and facts of
-    the GPU, as far as it asked for them. Yields while the script runs; its output goes to stderr,
-    and all its processes are gone afterwards. ValueError in one line if it cannot be captured, or
-    not in time, or not in ``share`` of the memory that scripts may take.
+    A kept capture is valid while the script would find the same files, folders, variables and facts
+    of the GPU, as far as it asked for them. Yields while the script runs; its output goes to
+    stderr, and all its processes are gone afterwards. ValueError in one line if it cannot be
+    captured, or not in time, or not in ``share`` of the memory that scripts may take.
     """
     key = order.key()
     path, made = order.kept(key), False
@@ -177,7 +177,7 @@ def keep(path: Path, key: str) -> Path:
 
 
 def module_file(name: str) -> Path:
-    """The file that ``python -m name`` runs from this folder; nothing is imported."""
+    """The file that ``python -m name`` would run from this folder; imports nothing."""
     folders, file, parts = [os.getcwd(), *sys.path], "", name.split(".")
     for i in range(len(parts)):
         spec = PathFinder.find_spec(parts[i], folders)  # without its parents, not imported yet
@@ -317,7 +317,7 @@ def _reason(output: IO[bytes], code: int, script: Path) -> str:
 
 
 def emulated(gpu: Gpu, cores_of_a_rank: float = 0, per_node: int = 1) -> EmulatedGpu:
-    """The facts that programs can ask for; Hopper's, where we don't know the architecture."""
+    """The facts that programs can ask of a GPU; Hopper's where its architecture is unknown."""
     return EmulatedGpu(
         name=f"NVIDIA {gpu.name.upper()}",  # scripts look for "H100" in it
         kind=gpu.kind,

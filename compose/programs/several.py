@@ -99,7 +99,7 @@ def program_between(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByRanks:
-    """Makes calls and values for ``wanted`` ranks from those for ``fewer`` and ``more`` ranks."""
+    """Derives calls and values for ``wanted`` ranks from those for ``fewer`` and ``more`` ranks."""
 
     fewer: int
     more: int

@@ -35,8 +35,9 @@ Tasks = tuple[int, ...]  # by their numbers
 class RankLanes(Lanes):
     """Turns the launches of one rank into tasks: one between marks, or one per op (``each_op``).
 
-    ``open``: ops launched since the last mark. ``lane``, ``done`` and ``waits`` are of the current
-    ``stream``. ``batches``: where the host takes each batch of the last step from the DataLoader.
+    ``open``: ops launched since the last mark. ``lane``, ``done`` and ``waits`` belong to the
+    current ``stream``. ``batches``: where the host takes each batch of the last step from the
+    DataLoader.
     """
 
     def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:
@@ -118,7 +119,7 @@ class RankLanes(Lanes):
         self.done = (self._message(named, self.lane, after, (key, self.counts[key])),)
 
     def _key(self, call: OpCall) -> Hashable:
-        """Equal for the launches of all ranks that take part in a collective or message."""
+        """A key that is equal on all ranks that take part in this collective or message."""
         facts = call.kwargs
         if facts["peer"] < 0:
             return (facts["kind"], facts["ranks"])
@@ -185,10 +186,7 @@ def _simulated(
 
 
 def _queued_us(lanes: RankLanes, spans: Sequence[Span]) -> float:
-    """By how many us the GPU is behind the host where it takes a batch, summed over the batches.
-
-    Of the last step.
-    """
+    """How far the GPU is behind when the host takes a batch, in us; summed over a step."""
 
     def end_us(tasks: Iterable[int]) -> float:
         return max((spans[i].end_us for i in tasks), default=0.0)

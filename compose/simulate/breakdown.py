@@ -1,4 +1,4 @@
-"""Breaks an iteration down, whoever wrote its launches: by family, by lane, by assumption."""
+"""Breaks an iteration down by family, lane and assumption, for plans and programs alike."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from itercast.compose.simulate.timeline import Span, Task
 class Tally:
     """Sums the times of a rank's ops by family, and the assumptions they rest on.
 
-    ``us``: time by family; host work is among it on a CPU alone, where it is on the compute lane.
+    ``us``: time by family; host work is part of it only on a CPU, where it is on the compute lane.
     ``compute``, ``comm`` and ``host`` are sums by lane. ``far_us``: messages between nodes;
-    ``hidden_us``: messages beside compute, of those priced by what it does not hide.
+    ``hidden_us``: the hidden part of messages whose duration is only what compute does not hide.
     """
 
     on_cpu: bool
@@ -59,9 +59,9 @@ class Tally:
 def assumed_us(
     tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float
 ) -> dict[str, float]:
-    """What of an iteration rests on each assumption, largest first.
+    """The part of an iteration that rests on each assumption, largest first.
 
-    Compute, exposed communication and host gaps each count by the share of assumed numbers in all
+    Compute, exposed communication and host gaps each count by the share of assumed times in all
     that runs on their lane, hidden or not; on a CPU the host's time is part of compute.
     """
     compute = AssumedTime()

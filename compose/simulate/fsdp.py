@@ -56,9 +56,9 @@ FORWARD_SHARE: float = assumed(__file__, "forward_share")
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Layers that FSDP wraps as one, a numbered layer or the root, and what it sends of them.
+    """Layers that FSDP wraps as one, a numbered layer or the root, and what it sends for them.
 
-    All is priced once for equal layers of a program.
+    Equal layers of a program are priced once.
     """
 
     rank: Rank
@@ -95,7 +95,7 @@ class Unit:
 
     @cached_property
     def gathered(self) -> tuple[tuple[PricedOp, ...], Work]:
-        """The copies out of what was gathered of a layer, and their work."""
+        """The copies out of a layer's gathered buffer, as ops and as work."""
         x = self._sharded
         copies = x.gathered_trained if self.rank.strategy.frozen_whole else x.gathered
         return copies, x.fold(copies)
@@ -107,7 +107,10 @@ class Unit:
 
     @cached_property
     def hooks(self) -> dict[float, tuple[PricedOp, Work]]:
-        """Host time of a layer's hooks, as op and work, by the share that a pass runs (1: both)."""
+        """Host time of a layer's hooks, as op and work, by the share of them that a pass runs.
+
+        Forward and backward run a part each; share 1 is both.
+        """
         (x,), strategy = self.layers, self.rank.strategy
         event = "fsdp_layer" if strategy.regather else "fsdp_layer_kept"
         count = len(x.layer.trained if strategy.frozen_whole else x.layer.replicated)

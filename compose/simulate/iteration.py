@@ -101,7 +101,7 @@ def _accumulations(rank: Rank) -> int:
 def _tally_layers(
     tally: Tally, layers: Sequence[PricedLayer], micro: int, accumulations: int
 ) -> None:
-    """Add the ops of layers in ``micro`` micro-batches, and ``accumulations`` sums of gradients."""
+    """Add the ops of ``micro`` micro-batches, and ``accumulations`` sums of gradients."""
     counted: dict[int, tuple[PricedLayer, int]] = {}
     for x in layers:
         counted[id(x)] = (x, counted.get(id(x), (x, 0))[1] + 1)

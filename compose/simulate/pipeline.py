@@ -103,7 +103,7 @@ def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> 
 
 
 def variants(actions: Sequence[Action]) -> Iterator[str]:
-    """Whether each of a rank's actions is of the first micro-batch, or follows a backward."""
+    """Yields for each action whether it is of the first micro-batch, or follows a backward."""
     before = dict[int, str]()  # by chunk
     for kind, micro, chunk in actions:
         yield FIRST if micro == 0 else KEPT if before.get(chunk, "F") != "F" else ""
@@ -222,7 +222,7 @@ class _Row(NamedTuple):
 
 
 def _source(kind: str, i: int, c: int, count: int, detached: frozenset[int]) -> Action | None:
-    """The action on the chunk before (F) or after (B) that one of micro-batch i, chunk c awaits."""
+    """The action of a neighbouring chunk that an action waits for: before (F) or after (B)."""
     if kind == "F":
         return ("F", i, c - 1) if c else None
     if kind in "BA":
@@ -307,7 +307,7 @@ def _times(schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A chunk's last action of a step; ``busy_us``: the rank's work since that of another chunk."""
+    """A chunk's last action of a step; ``busy_us``: the rank's work since another chunk's."""
 
     kind: str
     variant: str
@@ -355,7 +355,7 @@ def action_spans(
 ) -> tuple[list[tuple[Action, str, Span]], list[tuple[int, int, Span]]]:
     """When each action that ``finish_us`` times runs, with its variant and chunk.
 
-    Those of a rank are in its order. Also the messages: from which chunk, to which one, when.
+    Actions of one rank are in its order. Also when each message runs: (from chunk, to chunk, span).
     """
     order, *arrays = _times(schedule, chunks, stages, micro)
     took, sending, ends, arrives = (t.tolist() for t in arrays)

@@ -46,7 +46,7 @@ MESSAGES = ("comm", AMONG_GROUPS)  # lanes of messages between ranks
 
 
 def host_copy_us(nbytes: float, gpu: Gpu) -> float:
-    """Time of a copy between a GPU and its host over PCIe; within memory where it has none."""
+    """Time of a copy between a GPU and its host over PCIe; inside memory if they share it."""
     pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
     rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
     return nbytes / rate * 1e6
@@ -179,7 +179,7 @@ class Lanes:
         self.host = (self._add("host", op.duration_us, (*self.host, *after), op.op),)
 
     def resume(self, at_us: float, busy_us: float, products_frac: float) -> None:
-        """Let compute go on at ``at_us`` of the program, after ``busy_us`` of other work."""
+        """Let compute go on at ``at_us`` of the program, and after ``busy_us`` of other work."""
         after = self._ready()
         busy = self._add(self.lane, busy_us, after, OTHERS, products_frac=products_frac)
         self.done = (busy,)
@@ -194,8 +194,8 @@ class Lanes:
 class Rank:
     """One rank of a stage: its layers in forward order, each as often as it is there.
 
-    ``starts``: the layers at which its virtual stages but the first begin. ``kin``: how
-    many ranks are as this one, where those beside it are unlike and simulated, too; else 0.
+    ``starts``: the layers at which its second and further virtual stages begin. ``kin``: how many
+    ranks are like this one, if other kinds of ranks are simulated beside it; else 0.
     ``synchronised``: see ``StepCapture``.
     """
 
@@ -210,7 +210,7 @@ class Rank:
 
     @cached_property
     def ranks_per_core(self) -> float:
-        """How many ranks compute on each core of a CPU, on average; 1 on GPUs.
+        """How many ranks compute on each core of a CPU, the mean over a step; 1 on GPUs.
 
         In a pipeline 1, 2, ... stages are busy while it fills, and fewer again while it drains.
         """

@@ -154,10 +154,10 @@ class RankProgram(RankUpdate):
         return waiting
 
     def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
-        """Ops ``start`` to ``stop`` of backward; each gradient's copies follow what completes it.
+        """Ops ``start`` to ``stop`` of backward, each with its gradients' copies after it.
 
-        ``later``: a micro-batch after the first, which adds to gradients. What only this rank holds
-        (experts) is copied into no bucket.
+        ``later``: a micro-batch after the first, which adds to gradients. Experts that only this
+        rank holds are copied into no bucket.
         """
         ready: dict[int, list[PricedOp]] = {}
         for at, p in enumerate(x.layer.parameters):

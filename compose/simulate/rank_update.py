@@ -103,7 +103,7 @@ class RankUpdate(RankTasks):
         self._average_copies(optimizer)
 
     def _count_launches(self, ops: Sequence[PricedOp]) -> None:
-        """Note the host's time of a loop over parameters, which the captured step lacks."""
+        """Note the host's time of an optimizer's loop over parameters, which is not captured."""
         if self.rank.one_by_one:
             launches, launched = self.rank.layers[0].launches, AssumedTime()
             for op in ops:

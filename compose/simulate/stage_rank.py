@@ -65,7 +65,7 @@ class StageRuns:
         return self.others.get((kind, variant), self.runs[kind])
 
     def times(self, sends: Sequence[PricedOp]) -> StageTimes:
-        """Its times, with the messages to the next chunk."""
+        """The chunk's times, with those of the messages to the next chunk."""
         us = {kind: run.end_us for kind, run in self.runs.items()}
         return StageTimes(
             forward_us=us["F"],
@@ -79,7 +79,7 @@ class StageRuns:
 
 
 def stage_facts(rank: Rank) -> tuple[object, ...]:
-    """The key of a stage's runs beside its layers: what else changes them."""
+    """What beside its layers decides a stage's runs, as a key of caches."""
     axes = ("shard", "replicate", "expert", "expert_shard", "expert_replicate")
     groups = (rank.cluster.groups[axis] for axis in axes)
     shared = (rank.book, rank.ranks_per_core, rank.cluster.place, rank.cluster.crossings)
@@ -131,9 +131,9 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
 
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
-    """The runs of a chunk: forward (F) and backward (A), or its parts where the schedule cuts it:
-    gradients of inputs (B) and of weights (W). Variants are runs that differ: in the step's
-    first micro-batch (FIRST), and with parameters still gathered (KEPT).
+    """The runs of a chunk: forward (F), backward (A), or gradients of inputs (B) and weights (W).
+
+    Variants: in the step's first micro-batch (FIRST), with parameters still gathered (KEPT).
     """
     each = rank.strategy.scatters_each
 
@@ -314,7 +314,7 @@ class Pipeline:
 
 
 def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
-    """``of(ranks[i])[i]`` for each i: what each rank has in its list; short lists are repeated.
+    """``of(ranks[i])[i]`` for each i: each rank's own entry of its list; short lists repeat.
 
     ``of`` is called once for ranks that are one object.
     """

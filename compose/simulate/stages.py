@@ -21,7 +21,7 @@ Costs = Sequence[Sequence[float]]  # for each chunk the time of each layer, if t
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Layers of one stage, or of one of its virtual stages, in forward order with their counts."""
+    """Consecutive layers that a pipeline stage, or one of its virtual stages, runs, with counts."""
 
     runs: tuple[tuple[PricedLayer, int], ...]
 
@@ -36,7 +36,7 @@ class Chunk:
         return tuple(layer for layer, count in self.runs for _ in range(count))
 
     def is_detached(self, capture: StepCapture) -> bool:
-        """Whether its backward reads no tensor that later layers' backward makes, but scalars."""
+        """Whether backward reads no tensor that later layers' backward makes, except scalars."""
         start, end = self.runs[-1][0].layer.backward
         later = [c for c in capture.calls[:start] if c.phase == "backward"]
         written = {t.storage for c in later for t in c.outputs if t.numel > 1}
@@ -61,7 +61,7 @@ def chunks_of(rank: Rank) -> list[Chunk]:
 
 
 def _fewest_on_first_stage(model: PricedModel) -> int:
-    """How many layers the first stage must have: until lookups of other ranks' tables are read.
+    """How many layers the first stage must have: up to those that read other ranks' tables.
 
     The messages of these lookups run from the start of forward until then.
     """

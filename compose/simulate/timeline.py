@@ -17,10 +17,11 @@ CORES = "cores"  # the device of all ranks on a CPU
 class Task:
     """Work that occupies all its lanes at once, after the tasks whose numbers ``after`` lists.
 
-    ``phase`` of the step and ``nbytes`` of a message or copy are for traces. Ranks run a task
-    together that has the same ``once`` on each of them. ``products_frac``: the share of compute's
-    time in products; ``beside``: of a message (``itercast.compose.machines.contention``);
-    ``nodes``: among how many nodes a message is sent, 0 of all else.
+    ``phase`` of the step and ``nbytes`` of a message or copy are for traces. A task with the same
+    ``once`` on several ranks is one that they run together. ``products_frac``: the share of
+    compute's time in products; ``beside``: how a message slows compute
+    (``itercast.compose.machines.contention``); ``nodes``: among how many nodes a message is sent, 0
+    of all else.
     """
 
     lanes: tuple[str, ...]

@@ -32,7 +32,8 @@ def read_by(call: OpCall) -> Sequence[TensorSpec]:
 class MakersAndReaders:
     """The calls that make and that read each storage of a step, by their index.
 
-    ``reads``: tensors that count as read by a call; ``makes``: whether a call's results count.
+    ``reads`` returns the tensors that count as read by a call; ``makes`` says whether its results
+    count.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ def kernel_call(
 def _read_again(
     calls: Sequence[OpCall], inputs: Sequence[TensorSpec], backward: bool
 ) -> dict[str, int]:
-    """Bytes of full-size inputs that a kernel of these calls reads again, and those of one row.
+    """Bytes of full-size inputs that the kernel of these calls reads twice, and bytes of one row.
 
     A norm, a softmax, and a reduction whose result a later call uses need all of a row before they
     write any of it. inductor's loops over a row then run again (torch/_inductor/codegen/triton.py;

@@ -61,8 +61,10 @@ class _Users(MakersAndReaders):
         return [j for name in storages for j in self.readers.get(name, ()) if j > i]
 
     def is_free(self, i: int) -> bool:
-        """Whether call i may be moved: it alone writes its results, not in place, and no later call
-        of its phase overwrites its inputs.
+        """Whether call i may be moved.
+
+        For this it is the only writer of its results, writes none in place, and no later call of
+        its phase overwrites its inputs.
         """
         call = self.calls[i]
         read = {t.storage for t in call.tensors()}

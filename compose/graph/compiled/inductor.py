@@ -118,7 +118,7 @@ def _marked_if_paddable(call: OpCall) -> OpCall:
 
 
 def _is_load(call: OpCall) -> bool:
-    """Whether inductor loads a call's inputs by index where their reader is computed."""
+    """Whether inductor compiles this call to indexed loads in the kernel that reads its result."""
     family, params = find_family(call)
     known = call.phase in COMPILED_PHASES and family is not None and family.name == "index"
     return known and params.op in LOADS
@@ -196,7 +196,7 @@ class _Uses(MakersAndReaders):
     def leads_to(self, i: int, size: int, last: int) -> bool:
         """Whether a call up to ``last`` over ``size`` elements depends on call i.
 
-        Only through calls over other numbers of elements, or directly.
+        Paths are followed only through calls over other numbers of elements.
         """
         seen, todo = {i}, [i]
         while todo:
@@ -216,7 +216,7 @@ class _Uses(MakersAndReaders):
             yield from self.again.get(t.storage, (t,)) if is_backward(self.calls[i]) else (t,)
 
     def is_needed(self, t: TensorSpec, kernel: _Kernel) -> bool:
-        """Whether a kernel writes a result: another kernel reads it, or the step keeps it."""
+        """Whether a kernel must write its result ``t``: other kernels read it, or it is kept."""
         readers = set(self.readers.get(t.storage, ()))
         if t.storage in kernel.copies:
             return False
@@ -285,7 +285,7 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
 
 
 def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool:
-    """Whether call i becomes part of a kernel; ``reads``: it reads a result of the kernel.
+    """Whether call i joins a kernel; ``reads``: it reads a result of the kernel.
 
     ``last``: the last call that may be fused with it.
     """
@@ -318,7 +318,7 @@ def _is_split(call: OpCall, kernel: _Kernel, size: int) -> bool:
 
 
 def _makers(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:
-    """The calls of a kernel that make what a call reads."""
+    """The calls of a kernel that compute the inputs of ``call``."""
     read = {t.storage for t in call.tensors()}
     members = (uses.calls[i] for i in kernel.members)
     return [member for member in members if read & {t.storage for t in member.outputs}]
@@ -327,9 +327,9 @@ def _makers(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:
 def _recomputed_after_split(
     call: OpCall, sources: Iterable[_Kernel], stretch: Sequence[int], uses: _Uses
 ) -> list[int]:
-    """Pointwise calls that ``call`` computes again if it reads a split reduction of ``sources``.
+    """Pointwise calls computed again by ``call``, which reads a split reduction of ``sources``.
 
-    They go over as many elements, and read MOST_READ tensors at most; else none is.
+    They go over as many elements, and read MOST_READ tensors at most; else there are none.
     """
     size = size_of(call)
     if is_over_columns(call):

@@ -9,12 +9,11 @@ what lies behind the cut. It never does
 - what reads a result that another call, before a call that is not fused, reads too (torch: "used
   far apart"): a residual sum after its layer, which would be made of all sums before it.
 
-What a checkpoint runs again is a forward of its own, and so is kept for the rest of backward.
-A norm or softmax is a pointwise op on its input and on the numbers of each row, which are kept.
-A result counts 10 % more for each op from backward on, and twice where no kernel writes it anyway.
-Left out: chains of more than 100 pointwise ops, which torch cuts.
-Source: ``solve_min_cut`` in torch/_functorch/partitioners.py of torch 2.13,
-https://github.com/pytorch/pytorch.
+What a checkpoint runs again counts as a forward of its own: its results are kept for the rest of
+backward. A norm or softmax is a pointwise op on its input and on the numbers of each row, which are
+kept. A result counts 10 % more for each op from backward on, and twice where no kernel writes it
+anyway. Left out: chains of more than 100 pointwise ops, which torch cuts. Source: ``solve_min_cut``
+in torch/_functorch/partitioners.py of torch 2.13, https://github.com/pytorch/pytorch.
 """
 
 from __future__ import annotations
@@ -277,9 +276,10 @@ class Flow:
         self.left[end].setdefault(start, 0)
 
     def behind_cut(self, sources: Iterable[Hashable]) -> set[Hashable]:
-        """What lies behind the least cut between sources and ``NEEDED``; the last of several.
+        """The nodes behind the minimum cut between ``sources`` and ``NEEDED``.
 
-        A source from which nothing more flows stays so while others are pushed.
+        Of several such cuts the last. Pushing flow from one source at a time is enough: a source
+        that is saturated stays so while others are pushed.
         """
         for source in sources:
             while path := self._path(source):

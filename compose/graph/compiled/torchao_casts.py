@@ -52,7 +52,7 @@ class _Source:
 
 
 class _Casts:
-    """Sources and copies in fp8 of a step while it is rewritten, by storage."""
+    """Rewrites a step with fp8 casts; remembers the source and the fp8 copies of each storage."""
 
     def __init__(self, capture: StepCapture, weights: bool) -> None:
         self.weights = weights

@@ -121,11 +121,11 @@ def rank_memory(
     ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
     ``matrix_bytes``: those of one matrix that Muon updates, or of tables. ``others``: bytes of
     other micro-batches' activations, which a pipeline has in flight. Offloaded state is there in
-    the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
-    then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
-    alone. ``made``: gradients are there before a micro-batch, of others or of the step before.
-    Shards that lie in host memory are copied to the GPU beside what is gathered of them. Not
-    counted: the allocator's rounding, workspaces, the CUDA context.
+    the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype; then
+    gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
+    alone. ``made``: gradients exist before a micro-batch begins, from earlier ones or from the step
+    before. Shards that lie in host memory are copied to the GPU beside what is gathered of them.
+    Not counted: the allocator's rounding, workspaces, the CUDA context.
     """
     strategy, (buffered, held) = strategy_of(plan), held_by_software(sizes, plan, held)
     if buffered:
@@ -191,10 +191,10 @@ def _sharded(sizes: Sizes, ranks: Ranks, strategy: Strategy) -> tuple[int, int]:
 def _fullest(
     sizes: Sizes, ranks: Ranks, strategy: Strategy, others: int, kept: int | None
 ) -> Moment:
-    """The bytes (gradients, activations, temporary) at the moment a micro-batch needs most.
+    """Bytes (gradients, activations, temporary) at the peak of a micro-batch.
 
     ``others``: bytes of activations of other micro-batches, held all the time unless offloaded.
-    ``kept``: bytes of gradients that are there before it; None: they are made in it.
+    ``kept``: bytes of gradients that exist before it; None: they are made in it.
     """
     key = ("fullest", ranks, strategy, kept)
     found = sizes.once(key, lambda: max(_moments(sizes, ranks, strategy, kept), key=sum))
@@ -205,9 +205,9 @@ def _fullest(
 def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -> Iterator[Moment]:
     """(gradients, activations, temporary) bytes at each moment that may be the micro-batch's peak.
 
-    Of equal layers in a row the first and the last are enough: all changes in proportion. Of
-    offloaded activations those of the layer before are still on their way out in forward; in
-    backward the layer's own are there, and the next ones are fetched.
+    For equal layers in a row the first and the last are enough, as bytes change linearly between
+    them. Offloaded activations of the layer before are still being copied out in forward; in
+    backward the layer's own are there, and those of the next are fetched.
     """
     later, made, level = kept is not None, kept or 0, 0
 
@@ -247,10 +247,10 @@ def _parts(run: LayerRun) -> list[LayerRun]:
 
 
 def _dropped(x: PricedLayer) -> int:
-    """Bytes that a layer would save for backward, and does not as it recomputes them.
+    """Bytes that a layer would save for backward but recomputes instead.
 
-    Once its forward ran again it holds what it would have saved: results that a selective
-    checkpoint keeps and no backward reads are handed out, and freed.
+    Once its forward has run again it holds them: results that a selective checkpoint keeps and no
+    backward reads are handed out, and freed.
     """
     return x.layer.saved_bytes - x.saved_bytes
 
@@ -266,8 +266,8 @@ class _Units:
       there, layers stay gathered after backward, and gradients are sent at the end.
     - Shards in host memory are copied to the GPU to be gathered; gradients are there until they
       are copied to the host.
-    - One that reads no activation gets no gradient of its input, by which FSDP2 sees that backward
-      has passed it: it waits for the end, as the root does.
+    - FSDP2 sees that backward has passed a layer by the gradient of its input; a layer that reads
+      no activation has none, and is freed at the end, as the root is.
     """
 
     def __init__(self, runs: Sequence[LayerRun], ranks: Ranks, strategy: Strategy) -> None:

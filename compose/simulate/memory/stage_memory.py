@@ -35,9 +35,9 @@ class Stage(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When a rank holds most: bytes of other micro-batches, and of messages and results.
+    """A moment of large memory: bytes of other micro-batches (``others``), messages and results.
 
-    ``first``: until its first backward is over, which makes the gradients.
+    ``first``: before the end of its first backward, which makes the gradients.
     """
 
     sizes: Sizes
