@@ -21,9 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from math import prod
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.programs.program import COLLECTIVE
 from itercast.capture.step import update_of
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
@@ -32,10 +34,13 @@ from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.optimizer import (
+    ADAM,
     FAMILY,
     FUSED,
     LOOP,
     SAME_AS,
+    SGD,
+    STEPS,
     OptimizerOp,
     as_fused,
     of_rank,
@@ -45,6 +50,12 @@ from itercast.microbench.ops.step.optimizer import (
 STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
 STATE_COPIES["muon"] = 2  # AdamW's; of its matrices the momentum alone
 NORM = "aten.linalg_vector_norm.default"  # the first of Muon's calls that needs a whole matrix
+UNFUSED = {  # the calls over lists that torch's fused kernels stand for
+    "_fused_adam_": ADAM,
+    "_fused_adamw_": STEPS["foreach_adamw"],
+    "_fused_sgd_": (SGD,),
+    "_fused_sgd_momentum": ("_foreach_mul_", SGD, SGD),
+}
 LOOPED = ("adamw", "sgd", "sgd_momentum")  # optimizers that are no kernel of their own
 OTHERS = TensorSpec(shape=(2**40,), dtype="int8", storage=-2)  # more than any cache holds
 OUTER_COPIES = 2  # of DiLoCo's: the parameters since the last average, the momentum
@@ -183,8 +194,7 @@ def one_by_one(capture: StepCapture, sizes: Sequence[int], gpu: Gpu) -> list[Pri
     ``sizes``: elements of each parameter.
     """
     update = [call for c in _over_parameters(capture) for call in _over_largest(c)]
-    first = update[0].args[:1]
-    zero = [replace(update[0], op="aten.zero_.default", args=first, outputs=first)]
+    zero = [_in_place("zero_.default", update[0].args[:1])]
 
     @cache
     def of_size(numel: int, *, zeroed: bool) -> list[Priceable]:
@@ -210,14 +220,63 @@ def _over_parameters(capture: StepCapture) -> list[OpCall]:
 
 
 def _over_largest(call: OpCall) -> Iterator[OpCall]:
-    """The calls over the largest tensor of the lists that a foreach call takes (``LOOP``)."""
-    lists = [a for a in call.args if isinstance(a, tuple) and isinstance(a[0], TensorSpec)]
+    """The calls over the largest tensor of the lists that a foreach call takes."""
+    lists = _lists(call)
+    yield from _over_tensor(call, max(range(len(lists[0])), key=lambda i: lists[0][i].numel))
+
+
+def _over_tensor(call: OpCall, number: int) -> Iterator[OpCall]:
+    """The calls over one tensor of each list, in place of a foreach or fused call over lists."""
+    lists = _lists(call)
     lists += [call.outputs] if call.outputs else lists[:1]
-    largest = max(range(len(lists[0])), key=lambda i: lists[0][i].numel)
-    *tensors, result = (a[largest] for a in lists)
-    for name, count in LOOP[priceable(call).kind].items():
+    *tensors, result = (a[number] for a in lists)
+    kind = priceable(call).kind
+    for name, count in [pair for n in UNFUSED.get(kind, [kind]) for pair in LOOP[n].items()]:
         args = tuple(tensors[:count])
         yield OpCall(op=f"aten.{name}", args=args, outputs=(result,), phase=call.phase)
+
+
+def _lists(call: OpCall) -> list[tuple[TensorSpec, ...]]:
+    """The lists of tensors that a call takes."""
+    return [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
+
+
+def with_loops(step: StepCapture) -> StepCapture:
+    """The step of a script as old software runs it: in a loop over parameters, as above.
+
+    Calls over lists, also fused ones and those of clipping, are made over each tensor, all calls
+    over one before those over the next. Gradients, which backward wrote, are set to zero at the
+    end; backward adds to them, unless messages send them, from copies. Calls that a script itself
+    makes over lists become loops as well.
+    """
+    written = {t.storage for c in step.calls if c.phase == "backward" for t in c.outputs}
+    sent = any(c.op == COLLECTIVE and c.phase == "backward" for c in step.calls)
+    calls, gradients = list[OpCall](), dict[int, TensorSpec]()
+    for tensors, together in groupby(step.calls, _looped_tensors):
+        of_lists = list(together)
+        if not tensors:
+            calls += of_lists
+            continue
+        read = [t for c in of_lists for each in _lists(c) for t in each if t.storage in written]
+        new = {t.storage: t for t in read if t.storage not in gradients}
+        gradients |= new
+        calls += [] if sent else [_in_place("add_.Tensor", 2 * (t,)) for t in new.values()]
+        calls += [c for i in range(tensors) for each in of_lists for c in _over_tensor(each, i)]
+    calls += [_in_place("zero_.default", (t,)) for t in gradients.values()]
+    return replace(step, calls=tuple(calls))
+
+
+def _looped_tensors(call: OpCall) -> int:
+    """Over how many tensors old software makes a loop in place of a call; 0 where it makes none."""
+    lists = _lists(call)
+    if not lists or call.compiled or call.graphed or not any(t.shape for t in lists[0]):
+        return 0
+    return len(lists[0]) if priceable(call).kind in {*LOOP, *UNFUSED} else 0
+
+
+def _in_place(name: str, tensors: tuple[TensorSpec, ...]) -> OpCall:
+    """A call that writes the first of the tensors that it reads."""
+    return OpCall(op=f"aten.{name}", args=tensors, outputs=tensors[:1], phase="optimizer")
 
 
 def _over(calls: Sequence[OpCall], numel: int, gpu: Gpu) -> list[Priceable]:

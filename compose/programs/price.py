@@ -25,7 +25,7 @@ from itercast.compose.graph.lifetimes import lifetimes, most_bytes
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.parallel.placement import Cluster, Group
 from itercast.compose.pricing.host import Launches, launch_costs, on_host, python_op
-from itercast.compose.pricing.optimizer import update_bytes
+from itercast.compose.pricing.optimizer import update_bytes, with_loops
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.pricing.rank_graph import (
@@ -40,6 +40,7 @@ from itercast.compose.simulate.rank import host_copy
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import stack_of_row
 
 DISPATCH_SHARE: float = assumed(__file__, "dispatch_share")
 UNPRICED = (HOST, *MARKS)  # Python of wrappers, and what takes no time
@@ -79,6 +80,7 @@ def price_rank(
     beside_products = products_beside(step.calls)
     step = inductor_kernels(step, apart=uncompiled)
     step = step if on_cpu else with_cuda_variants(step, book.gpu)
+    step = with_loops(step) if stack_of_row(book.stack).one_by_one and not on_cpu else step
     more_bytes = most_bytes(lifetimes(step)) - most_bytes(lifetimes(eager))
     step = step if on_cpu else _with_launches(step)
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)

@@ -49,6 +49,7 @@ class Listed:
     name: str = ""
     gpu: str = "h100-sxm-80gb"
     gpus: int = 1
+    stack: str = ""  # software of the time, where an older torch than 2.2 was used
     folder: str = "."  # in which it runs, in its repository
     variables: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ def command(one: Listed, root: Path, free_s: int, plan: str) -> list[str]:
     where = root if one.source != "packages" else Path(sysconfig.get_path("purelib"))
     script = one.script.split() if one.script.startswith("-m") else [str(where / one.script)]
     size = ["--plan", plan] if plan else ["--gpus", str(one.gpus)]
+    size += ["--stack", one.stack] if one.stack else []
     options = ["--gpu", one.gpu, *size, "--limit", str(free_s), "--json"]
     run = [sys.executable, "-m", "itercast", "run", *options, *script, *shlex.split(one.arguments)]
     limits = f"ulimit -v {MEMORY_KB}; exec timeout -k 5 {free_s + 20} {shlex.join(run)}"

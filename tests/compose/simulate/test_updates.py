@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from itercast.compose.capture_model import capture
 from itercast.compose.forecast import forecast
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.product_roles import DTYPE_CAST
-from itercast.compose.pricing.optimizer import one_by_one
+from itercast.compose.pricing.optimizer import one_by_one, with_loops
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, priceable
+from itercast.compose.programs.price import price_rank
 from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.extras.trace.forecasts import shown_rank
 from itercast.microbench.ops.step.optimizer import UNSCALE
+from itercast.script_orders import captured, script_order
 
 OLD, NEW = "torch-1.13", "torch-2.0"
 LOOPED = ["mul_", "mul_", "add_", "mul_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_"]
@@ -29,6 +32,15 @@ LOOPED = ["mul_", "mul_", "add_", "mul_", "addcmul_", "sqrt", "div_", "add_", "a
 
 CLIPPED = ["linalg_vector_norm", "mul_"]
 AVERAGED = ["mul_", "add_"]
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(16)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=FUSED)
+for _ in range(9):
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def small_step(optimizer: str = "adamw") -> StepCapture:
@@ -61,6 +73,31 @@ def test_a_loop_clips_before_its_update_and_moves_averages_after_it() -> None:
     assert names(calls) == [*each, *each, "zero_", "zero_"]
     norms = 2 * 4  # one number each
     assert sum(map(bytes_of, calls)) == (3 + 23 + 5 + 1) * (12 + 3) * 4 + norms
+
+
+def test_a_script_s_calls_over_lists_become_the_loop_of_a_plan() -> None:
+    """Nine calls over the weight, nine over the bias; two gradients are added to and zeroed."""
+    step = small_step("adamw+clip")
+    looped, plan = with_loops(step), one_by_one(step, [12, 3], GPU)
+    added = Counter(names(looped.calls)) - Counter(names(step.calls))
+    assert added == Counter([*names(plan), "add_", "add_"])
+    assert " ".join([*LOOPED, *LOOPED]) in " ".join(names(looped.calls))
+    sizes = [c.outputs[0].numel for c in looped.calls if c.op.startswith("aten.zero_")]
+    assert sorted(sizes) == [3, 12]
+
+
+@pytest.mark.parametrize(("fused", "captured_calls"), [("None", 8), ("True", 1)])
+def test_a_script_under_old_software_launches_a_loop(
+    tmp_path: Path, fused: str, captured_calls: int
+) -> None:
+    """Over 16 matrices of 64 x 64 the host launches 16 x (9 + 2) calls in place of 8 or one."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("FUSED", fused))
+    launches = {}
+    for stack in (OLD, NEW):
+        order = script_order(str(tmp_path / "train.py"), gpu="v100-sxm-16gb", stack=stack)
+        priced = price_rank(captured(order).ranks[0], order.target.book, None, 8, 1)
+        launches[stack] = sum(op is not None for op in priced.ops)
+    assert launches[OLD] - launches[NEW] == 16 * (9 + 2) - captured_calls
 
 
 def test_calls_over_all_parameters_clip_and_average() -> None:
