@@ -78,8 +78,8 @@ def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
 def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows whose model can be built (a case, or a Hugging Face configuration), with defaults.
 
-    How many others there are is printed. ``amp`` of rows with ``zero=`` moves into the plan: FSDP
-    casts what it gathers; others run under autocast.
+    How many rows are left out is printed. For rows with ``zero=`` the setting ``amp`` moves into
+    the plan, as FSDP casts what it gathers; other rows run under autocast.
     """
     is_known_model = rows["case"].isin(case_names())
     if "hf_config" in rows:
@@ -126,9 +126,10 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
 def quiet_rounds(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
     """Mask of the rows that other processes did not disturb while they were timed.
 
-    Rows alike in ``columns`` are rounds of one iteration. ``anchor_us`` is the time of a fixed
-    task beside each; its slowdown is log(anchor_us / the smallest of the iteration's rounds).
-    Disturbed: slowdown > MEDIANS_OF_DISTURBED * median of all slowdowns > 0. No anchors: none.
+    Rows alike in ``columns`` are rounds of one iteration. ``anchor_us`` is the time of a fixed task
+    beside each; its slowdown is log(anchor_us / the smallest of the iteration's rounds). A round is
+    disturbed if its slowdown > MEDIANS_OF_DISTURBED * median of all slowdowns > 0; none is without
+    anchors.
     """
     if "anchor_us" not in rows:
         return np.ones(len(rows), dtype=bool)
@@ -258,8 +259,8 @@ def _host_us(row: Facts) -> float | None:
 def step_of(row: Facts, plan: ParallelPlan) -> StepCapture:
     """Capture the step that a measured row describes, under the plan's micro-batches.
 
-    Its model, sizes and settings, the engine that launches it, its memory format, its attention
-    kernel, and whether steps were synchronised one by one when they were timed.
+    The row states model, sizes, settings, engine, memory format, attention kernel, and whether the
+    host waited for the device after each step when they were timed.
     """
     model = model_of(row)
     size = micro_size(model, plan, int(row["batch"]), int(row["seq"]))

@@ -1,4 +1,4 @@
-"""Splits a forecast iteration into kernels, host, communication, synchronisation and the unsure."""
+"""Splits a forecast iteration into kernels, host, communication, waiting, and what is unsure."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _cause(group: Sequence[CaseResult], results: Sequence[CaseResult]) -> str:
 
 
 def _alone_pct(group: Sequence[CaseResult], results: Sequence[CaseResult]) -> float | None:
-    """Median signed error in % of the group's models run without a plan; None if none was."""
+    """Median signed error in % of the same models without a plan; None if none was measured so."""
     models = {r.model for r in group if r.plan}
     alone = [r.error_pct for r in results if not r.plan and r.model in models]
     return float(np.median(alone)) if alone else None

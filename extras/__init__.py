@@ -1,4 +1,4 @@
-"""What few users need. It imports the core, which finds it by entry points alone.
+"""Features that few users need; the core finds them by entry points alone, and imports none.
 
-Any of it may go when nobody uses it.
+Any of them may be removed once nobody uses it.
 """

@@ -68,7 +68,7 @@ def _step(
     """The measured step of one entry of a file, which ``which`` names in errors.
 
     An entry has options of ``itercast predict``, or of ``itercast run`` (``OF_SCRIPT``), one of
-    ``TIMES``, and maybe some of ``BESIDE``; ``usual``: options that it need not state.
+    ``TIMES``, and maybe some of ``BESIDE``. ``usual``: values of options that it leaves out.
     """
     where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
     if isinstance(entry, Mapping):

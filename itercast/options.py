@@ -365,9 +365,9 @@ def asks(
     """Decorate a command whose first parameter is a ``Question``: it gets the question's options.
 
     typer reads the options from the signature, which is made here. ``only``: these options instead
-    of all, ``without``: all but these. An option that the command has itself (such as several
-    GPUs) stays the command's. Where the first parameter may be None, it is None if no model is
-    named.
+    of all, ``without``: all but these. An option that the command defines itself (such as --gpu for
+    several GPUs) replaces the question's. The first parameter is None if no model is named and its
+    type allows that.
     """
     hints = get_type_hints(Question, include_extras=True)
     first, *own = inspect.signature(command, eval_str=True).parameters.values()

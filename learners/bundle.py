@@ -68,7 +68,7 @@ class Bundle:
     """Models by family, hardware by name, and anchor times (``features.machine_speed``).
 
     ``machines``: versions and readings of GPUs that itercast measured, by name. ``digest``: of the
-    files that it was read from, as long as nothing is replaced; else empty.
+    files that it was read from; empty once anything was replaced.
     """
 
     models: Mapping[str, FamilyModel]

@@ -45,7 +45,7 @@ from itercast.microbench.store import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecasts:
-    """Forecasts of rows: times in us, their 10 and 90 % quantiles, and the rows' rooflines.
+    """Forecasts of rows: times in us, their 10 and 90 % quantiles, and rooflines in us.
 
     ``inside``: whether all inputs of a row were seen in training.
     """
@@ -123,7 +123,7 @@ class FamilyModel:
         return np.asarray(inside & ~self.source_gpus.unseen_gpu_or_op(query) & ~query.stood_in)
 
     def as_measured(self, rows: pd.DataFrame, family: Family) -> pd.DataFrame:
-        """The rows, with ops that were not measured in their dtype replaced by aliases that were.
+        """The rows, with ops not measured in their dtype replaced by aliases that were.
 
         On the row's own GPU if that was measured in the dtype, else on any.
         """

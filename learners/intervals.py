@@ -1,4 +1,4 @@
-"""Intervals of op times: errors on GPUs that were left out of training."""
+"""Intervals of op times, from errors on GPUs that were left out of training."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _sum(exposed: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
 def _sensitivity_parts(
     forecast: Callable[[Target], Forecast], target: Target
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Two summands of ``sensitivity``: of messages that compute waits for, and of all else."""
+    """The two summands of ``sensitivity``: of messages that compute waits for, and of all else."""
     machine, base = target.known or typical(), forecast(target)
     exposed, other = [0.0] * len(NAMES), [0.0] * len(NAMES)
     for i, name in enumerate(NAMES):
@@ -61,9 +61,9 @@ def _sensitivity_parts(
 
 
 def _log_change(base: Forecast, time_us: float, exposed_us: float) -> tuple[float, float]:
-    """log(time_us / forecast) of a step, and how much of it exposed messages account for.
+    """log(time_us / forecast) of a step, and the part of it that exposed messages cause.
 
-    A difference in us is a difference in log time once divided by the logarithmic mean of both.
+    The part is the difference of their times over the logarithmic mean of both steps.
     """
     change, more_us = log(time_us / base.iteration_us), time_us - base.iteration_us
     mean_us = more_us / change if change else time_us
@@ -73,7 +73,7 @@ def _log_change(base: Forecast, time_us: float, exposed_us: float) -> tuple[floa
 def infer_machine(steps: Sequence[Measured], known: KnownMachine | None = None) -> KnownMachine:
     """The machine's factors after measured steps; ``known``: what earlier steps told of it.
 
-    ValueError for a step not to be believed.
+    ValueError for a step whose time cannot be right.
     """
     if not steps:
         raise ValueError("an anchor file has no measured steps")
@@ -94,7 +94,7 @@ def infer_machine(steps: Sequence[Measured], known: KnownMachine | None = None) 
 
 
 def _by_configuration(steps: Sequence[Measured]) -> list[list[Measured]]:
-    """Steps grouped by run and node: all of a group share one error of the forecast."""
+    """Groups steps of one run on one node: their forecasts share one error."""
     groups = dict[tuple[str, str], list[Measured]]()
     for step in steps:
         key = (step.run, repr(step.target.node))
@@ -103,7 +103,7 @@ def _by_configuration(steps: Sequence[Measured]) -> list[list[Measured]]:
 
 
 def _mean_step(run: Sequence[Measured]) -> Measured:
-    """One step for those of a run: the geometric mean of times, the mean share of messages.
+    """Joins the steps of a run to one: geometric mean of times, mean share of messages.
 
     ValueError where times differ by more than such steps do.
     """
@@ -124,10 +124,10 @@ def _mean_step(run: Sequence[Measured]) -> Measured:
 
 
 def anchors_of(step: Measured) -> list[Anchor]:
-    """A measured step beside its forecast, in two parts where its exposed messages were measured.
+    """A measured step beside its forecast; in two parts if its exposed messages were measured.
 
-    ValueError where it must be of another configuration. A part's share of the step is the mean of
-    its measured and its forecast one, so that both add up to 1.
+    ValueError if it must have been measured in another configuration. A part's share of the step is
+    the mean of its measured and its forecast one, so that both add up to 1.
     """
     target, model = replace(step.target, known=None, model=""), step.target.model
     priced = step.forecast(target)
@@ -172,7 +172,7 @@ def _check_exposed(step: Measured, priced: Forecast, limit: float) -> None:
 
 
 def _check_memory(step: Measured, forecast_bytes: float) -> None:
-    """ValueError for a peak so far from its forecast that the configuration must be another one."""
+    """ValueError if the measured peak memory differs so much that the configuration must differ."""
     peak = step.peak_bytes or forecast_bytes
     if abs(peak / forecast_bytes - 1) > MAX_MEMORY_ERRORS * MEMORY_ERROR:
         raise ValueError(
@@ -183,7 +183,7 @@ def _check_memory(step: Measured, forecast_bytes: float) -> None:
 
 
 def misreading(step: Measured, target: Target, ratio: float) -> str:
-    """The likeliest mistake in how a step was stated: it leaves the smallest log ratio."""
+    """The likeliest mistake in how a step was stated: the one that explains its time best."""
     plan = target.plan
     tried = {  # log(measured / forecast) with the mistake undone
         "time in seconds, not milliseconds": ratio + log(1e3),
@@ -221,7 +221,7 @@ def _other_recomputation(step: Measured, target: Target) -> dict[str, float]:
 
 
 def factor_lines(machine: Machine, gpu: str) -> list[str]:
-    """One line for each factor: how many times as long as on a typical machine, and how sure."""
+    """One line per factor: how many times as long as on a typical machine, and how sure."""
     lines = []
     for i, name in enumerate(NAMES):
         spread, left = machine.typical.spread[i], machine.covariance[i][i] ** 0.5

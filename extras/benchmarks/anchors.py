@@ -29,7 +29,7 @@ def pairs(steps: Sequence[Measured]) -> Iterator[tuple[str, int, int]]:
     """Kind of anchor, index of a step, index of its anchor.
 
     The anchor is the next step of each kind in the order of the file. A step of the same run is
-    none: it would be the answer. Nor is one on another GPU.
+    never an anchor, as it would be the answer; nor is one on another GPU.
     """
     runs = [step.run for step in steps]
     gpus = [step.target.gpu.name for step in steps]
@@ -47,7 +47,7 @@ def pairs(steps: Sequence[Measured]) -> Iterator[tuple[str, int, int]]:
 def anchored(source: str, steps: Sequence[Measured]) -> Iterator[dict[str, object]]:
     """By step and kind of anchor the errors in % without and with it.
 
-    An anchor that ``--anchor`` refuses tells nothing: the step has no line.
+    Steps whose anchor ``--anchor`` would refuse are left out.
     """
     alone_us = [step.forecast(step.target).iteration_us for step in steps]
     for kind, i, anchor in pairs(steps):

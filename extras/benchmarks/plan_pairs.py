@@ -39,7 +39,7 @@ def differences(cases: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def main(evaluation: Annotated[Path, typer.Argument(exists=True, dir_okay=False)]) -> None:
-    """Print the number of pairs, and what most of them differ by at most."""
+    """Print the number of pairs, and quantiles of how much forecast and measured ratios differ."""
     logs = differences(json.loads(evaluation.read_text())["cases"])
     if not logs:
         raise ValueError(f"{str(evaluation)!r}: no two plans of one model on as many ranks")

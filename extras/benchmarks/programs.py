@@ -1,9 +1,10 @@
-"""Forecast programs beside the clock.
+"""Compares forecasts of captured programs with measured times, and with forecasts of plans.
 
-``python -m itercast.extras.benchmarks.programs [ROOT] [--measure]`` runs it.
-A program is what torch runs under a plan: DDP, FSDP2, HSDP, DTensor, pipelines, and messages sent
-by hand (cdp). Each is captured as it is and forecast, beside the forecast of the plan in words.
-ROOT holds measured iterations; ``--measure`` measures ``PROGRAMS`` into it, twice, on this CPU.
+``python -m itercast.extras.benchmarks.programs [ROOT] [--measure]`` runs it. A program is what
+torch runs under a plan: DDP, FSDP2, HSDP, DTensor, pipelines, or messages sent by hand (plan
+``cdp``: cyclic data parallelism). It is captured from that code; the other forecast rewrites a
+captured step as the plan's text says. ROOT holds measured iterations; ``--measure`` measures
+``PROGRAMS`` into it, twice, on this CPU.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def captured(iteration: Iteration) -> ProgramCapture:
 
 
 def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
-    """The result of a plan, but forecast as the captured program that runs it."""
+    """The result of a plan with the forecast replaced: by that of the captured program."""
     row = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
     sizes: Row = {name: int(row[name]) for name in ("batch", "seq")}
     program = captured(Iteration(case=plan.case, plan=plan.plan, **sizes))

@@ -62,7 +62,7 @@ def calibrate_bundle(
 def calibrate_model(
     model: FamilyModel, family: Family, rows: pd.DataFrame, gpus: Mapping[str, Gpu]
 ) -> Calibration:
-    """The calibration for the rows' GPU: log(measured / forecast) at each, by the model as is."""
+    """Calibration of the rows' GPU: log(measured / forecast) of each row by the model as it is."""
     if len(rows) > MAX_ROWS:
         gpu = rows["gpu"].iloc[0]
         raise ValueError(

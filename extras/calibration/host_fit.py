@@ -5,8 +5,8 @@ numbers of a host come from it, whatever sets the pace of these steps:
 
     time of a step = slowdown * events of the reference host + launch_us * launches
 
-Else all that the host does is ``slowdown`` times as slow as on the reference host, so that half of
-the forecasts are too slow; the steps must be limited by launches, not by kernels.
+Else one ``slowdown`` holds for all that the host does: the one with which half of the forecasts are
+too slow. The steps must then be limited by launches, not by kernels.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ class Campaign:
     def measure(self, stages: Sequence[Stage]) -> None:
         """Measure the stages one after the other; each gets its share of the time left.
 
-        A stage that gets less than its share of the whole run, as earlier ones took longer, is
-        noted.
+        A stage that gets less than its share, because earlier ones took longer, is noted.
         """
         whole_s, stages_s = self.end_s - time.monotonic(), sum(s.seconds for s in stages)
         for i, stage in enumerate(stages):

@@ -18,7 +18,7 @@ MAX_BAD_FRAC = 0.5  # of families without rows, or of implausible times
 
 
 class ImplausibleRows(Exception):
-    """Raised where more than half of the rows are wrong; ends the campaign."""
+    """Raised where more than half of the rows are implausible; ends the campaign."""
 
 
 def check(root: Path, gpu: Gpu, expected: tuple[str, ...]) -> list[str]:

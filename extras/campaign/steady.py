@@ -1,7 +1,7 @@
-"""A worker that measures what a GPU sustains, and its copies: products for seconds, transfers.
+"""A worker that measures what a GPU sustains: products run for seconds, and copies.
 
-``python -m itercast.extras.campaign.steady ORDER`` writes a row for each job to a journal.
-Rows of products are of family ``sustained`` (``of``: gemm), those of copies of family ``transfer``.
+``python -m itercast.extras.campaign.steady ORDER`` writes a row for each job to a journal. Rows of
+products are of family ``sustained`` (``of``: gemm), those of copies of family ``transfer``.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ def front_of(items: Iterable[Item], room: int) -> Front:
 class Front:
     """Subsets of items within ``room`` bytes that no other subset beats in both bytes and time.
 
-    ``nbytes`` of these, rising. ``chosen``: by item, how many subsets were there before it, and of
-    each after it which one it was (+ that number with the item). ``thinned``: not all are there.
+    ``nbytes`` of these, rising. ``chosen`` traces each subset back: by item, the number n of
+    subsets before the item was considered, and for each subset after it the index of its origin,
+    plus n if it has the item. ``thinned``: some subsets were dropped.
     """
 
     items: Sequence[Item]
@@ -71,7 +72,7 @@ class Front:
 
 
 def bundled(items: Iterable[Item]) -> list[Item]:
-    """The items, equal ones in bundles of 1, 2, 4, ... and the rest, whose sums are any number."""
+    """Bundles equal items by 1, 2, 4, ... and the rest, so that any number is a sum of them."""
     alike, found = dict[tuple[int, float], list[Item]](), list[Item]()
     for item in items:
         alike.setdefault((item.nbytes, item.time_us), []).append(item)

@@ -80,10 +80,10 @@ def crossings(
 def replicas(
     job: Job, plan: ParallelPlan, split: Sequence[int], taking_part: Sequence[int], away: int = 1
 ) -> list[Rank]:
-    """A rank for each group that takes part (``taking_part``: numbers of groups in the cluster).
+    """One rank per group that takes part; ``taking_part``: the groups' numbers in the cluster.
 
-    ``split``: samples of a micro-batch, by group. ``away``: under gossip, how many places further
-    in the ring the neighbour is that a replica, or a node of replicas, sends to.
+    ``split``: samples of a micro-batch, by group. ``away``: under gossip, the distance in the ring
+    to the neighbour that a replica, or a node of replicas, sends to.
     """
     groups, share = [job.cluster.groups[i] for i in taking_part], plan.participants / plan.dp
     ring, peers, ranks = _pairs(groups, 1), _peers(job, plan), list[Rank]()
@@ -114,11 +114,12 @@ def _peers(job: Job, plan: ParallelPlan) -> list[GpuGroup]:
 
 
 def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], int]]:
-    """Kinds of steps that follow each other: share of steps, groups that take part, ``away``.
+    """Kinds of steps that take turns: (share of steps, groups that take part, ``away``).
 
-    With exp2 gossip neighbours are 1, 2, 4... away in turn. With sampled participants a set of
-    groups has as share the probability that exactly these have some: of C(n, k) choices of k among
-    n replicas C(m, k) are within groups of m, less those within a smaller set of groups.
+    With exp2 gossip neighbours are 1, 2, 4... away in turn. With sampled participants, k of n
+    replicas, a set of groups has as share the probability that exactly these groups have
+    participants: the choices of k among their m replicas, C(m, k), minus those within smaller sets,
+    over C(n, k).
     """
     numbers = range(len(job.cluster.groups))
     if plan.gossip == "exp2":

@@ -148,7 +148,7 @@ def _iterations(first: Path, second: Path, root: Path) -> Iterator[Comparison]:
 def _compared(
     family: str, gpu: str, errors: pd.DataFrame, shape: np.ndarray, retest_pct: float | None
 ) -> Iterator[Comparison]:
-    """One comparison of log(measured / forecast) by both bundles; none without points.
+    """Compares both bundles on log(measured / forecast); yields nothing without points.
 
     ``errors``: a column for each bundle; ``shape``: a number of each row's shape, as errors of one
     shape are alike.

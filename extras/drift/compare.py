@@ -212,9 +212,9 @@ def changes(
 
 
 def _threads(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> tuple[str, str]:
-    """Numbers of threads that the bundle has anchors of, and that were measured with now.
+    """Numbers of threads that the bundle has anchor times of, and that were measured now, as text.
 
-    The same twice where all that were measured with are among the bundle's.
+    The first text twice if the bundle has all that were measured.
     """
     known = sorted(n for name, n in bundle.anchors if name == gpu)
     now = sorted({int(n) for rows in tables.values() for n in rows["threads"].unique()})

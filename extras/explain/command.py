@@ -114,7 +114,7 @@ def _left_out(others: Sequence[Change]) -> str:
 
 
 def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) -> list[str]:
-    """The largest micro-batch that fits, what bounds a step, and what gains most on such GPUs."""
+    """Advice in lines: the largest micro-batch that fits, what bounds a step, what gains most."""
     from itercast.commands.shared import memory_cell, memory_legend
     from itercast.compose.time_parts import limits_in_words
 

@@ -18,8 +18,8 @@ TRIES = 8  # no assumption: memory grows nearly linearly, where two are enough
 def largest_batch(model: Any, asked: Facts, step: StepCapture, target: Target) -> int:
     """The most samples of a micro-batch that fit under ``asked``.
 
-    0 where one does not, and for a module, whose inputs are its own. ``step`` and ``target`` are
-    those of ``asked``, the other arguments of ``predict``.
+    0 if not even one fits, and for a module, whose inputs have a fixed batch. ``step`` and
+    ``target`` are those of ``asked``, the other arguments of ``predict``.
     """
     if not isinstance(model, str | Path | SizedModel):
         return 0
@@ -35,7 +35,7 @@ def largest_batch(model: Any, asked: Facts, step: StepCapture, target: Target) -
 
 
 def largest_that_fits(memory: Callable[[int], int], room: int, own: int) -> int:
-    """The most samples whose ``memory`` is within the room, by secants; 0 where one is not.
+    """The most samples whose ``memory`` fits the room, by secants; 0 if not even one does.
 
     Each guess is the last one whose memory would fit if it grew linearly from ``own`` samples to
     the guess before.

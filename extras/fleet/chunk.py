@@ -148,7 +148,7 @@ def own_cores(count: int, until: float = math.inf) -> list[int]:
 
 
 def _lock_of(core: int) -> int | None:
-    """An open file that keeps the core, or None where another process has it."""
+    """An open file whose lock reserves the core; None if another process has it."""
     name = Path(tempfile.gettempdir()) / f"itercast-{os.getuid()}-core-{core}"
     file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:

@@ -27,11 +27,11 @@ Plain = Row  # of JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one task measures in ``seconds``: iterations, or one of so many shares of families.
+    """What one task measures in ``seconds``: iterations, or a share of the points of families.
 
-    ``points``: iterations, or captured points that the sweep has beside its own. On CPUs the chunks
-    share all points by their keys, see ``WorkerOrder``. On GPUs, whose points are drawn at random,
-    each chunk draws its own, and has its part of the captured ones. ``name``: hash of all this.
+    ``points``: iterations, or captured points beside those of the sweep. On CPUs the chunks divide
+    all points by their keys, see ``WorkerOrder``. On GPUs, whose points are drawn at random, each
+    chunk draws its own, and has its part of the captured ones. ``name``: a hash of all this.
     """
 
     machines: str

@@ -72,7 +72,10 @@ def connected(address: str, resources: Mapping[str, float] = MappingProxyType({}
 
 @dataclass(slots=True, kw_only=True)
 class Waiting:
-    """A chunk to measure, how often its task died, whether it was elsewhere, nodes to avoid."""
+    """A chunk to measure; ``tries``: how often its task died.
+
+    ``moved``: it was on another machine before; ``avoid``: nodes that it must not go to.
+    """
 
     chunk: Chunk
     tries: int = 0

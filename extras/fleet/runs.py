@@ -20,7 +20,7 @@ def end_killed(root: str) -> None:
 
 
 class FleetRuns:
-    """The runs of one start of a plan; ``log_chunk`` logs a chunk that ended."""
+    """The MLflow runs of one start of a fleet's plan; ``log_chunk`` logs a chunk that ended."""
 
     def __init__(self, name: str, root: str, chunks: int, done: int) -> None:
         self.client = store.connect()

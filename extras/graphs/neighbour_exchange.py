@@ -1,8 +1,9 @@
 """A graph cut among data-parallel ranks: each has a part of the vertices and of their edges.
 
-A layer that sums over neighbours reads features of vertices of other ranks, its halo. Before it
-each rank packs the rows that others read, which an all_to_all brings there; in backward the
-gradients of the halo return and are added. The rest of the step is that of a rank's own vertices.
+A layer that sums over neighbours reads features of vertices of other ranks, its halo. Before the
+layer each rank packs the rows that others read, and an all_to_all brings them there; in backward
+the gradients of the halo return and are added. The rest of the step is that of a rank's own
+vertices.
 
 With ``overlap`` the sum over a rank's own vertices runs beside the exchange, and that over the halo
 after it; in backward gradients of the halo are made first, and return beside those of own vertices.
@@ -49,7 +50,7 @@ class Cut:
 
 
 def read(key: str, text: str) -> Cut:
-    """Read ``SHARE`` or ``SHARE:HALO``, and ``:overlap`` after it."""
+    """Read ``SHARE`` or ``SHARE:HALO``, each of which ``:overlap`` may follow."""
     edges, colon, halo = text.removesuffix(":overlap").partition(":")
     counted = number("above 0")(f"{key}:N", halo) if colon else 0.0
     return Cut(share(key, edges), counted, text.endswith(":overlap"))
@@ -73,7 +74,7 @@ def cut_graph(capture: StepCapture, plan: ParallelPlan, cut: Cut) -> StepCapture
 
 
 def _graph(call: OpCall) -> tuple[int, int] | None:
-    """(edges, vertices) of a call that reads vertices: a sparse product, or a gather by edge."""
+    """(edges, vertices) of a call that reads vertices by edge: a sparse product or a gather."""
     matrix = next((t for t in call.tensors() if t.layout and len(set(t.shape)) == 1), None)
     if matrix is not None:
         return matrix.nnz, matrix.shape[0]
@@ -83,11 +84,11 @@ def _graph(call: OpCall) -> tuple[int, int] | None:
 
 
 class _Part:
-    """Builds the step of one rank of a graph with so many edges and vertices.
+    """Builds the step of one rank; the graph has so many ``edges`` and ``vertices`` in all.
 
-    ``own`` and ``halo``: numbers of the rank's own vertices and of others' that it reads.
-    ``local``: the rank's part by number in the whole graph, of vertices and of edges. ``remote``:
-    number of its edges that come from the halo.
+    ``own`` and ``halo``: how many vertices of its own, and of other ranks, the rank reads.
+    ``local``: the rank's number of vertices, or edges, by that of the whole graph. ``remote``: how
+    many of its edges come from the halo.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class _Part:
         return self.made.step()
 
     def _reads(self, call: OpCall) -> int | None:
-        """Place of the argument with features, in backward gradients, of neighbours, or None."""
+        """Index of the argument with features of neighbours (in backward, gradients), or None."""
         places = [n for n, a in enumerate(call.args) if isinstance(a, TensorSpec) and a.layout]
         if places and call.args[places[0]].nnz == self.edges and places[0] + 1 < len(call.args):
             return places[0] + 1  # what the sparse matrix of edges is multiplied by
@@ -170,7 +171,7 @@ class _Part:
         self._put("aten.add.Tensor", (zeros, zeros), own, call)
 
     def _beside(self, i: int, call: OpCall, reads: int) -> None:
-        """The call on own rows while the halo is exchanged, then on the halo; sums are added up."""
+        """Run a call on own rows while the halo is exchanged, then on the halo; add the sums."""
         x, own = call.args[reads], call.outputs[0]
         if x.storage not in self.whole:
             packed, self.whole[x.storage] = self._rows(x), self._rows(x)
@@ -186,7 +187,7 @@ class _Part:
             self._put("aten.add_.Tensor", (own, replace(own, storage=next(self.ids))), own, call)
 
     def _returned_beside(self, i: int, call: OpCall, reads: int) -> None:
-        """Gradients of halo rows are sent back while the call runs on own rows, then added."""
+        """Send gradients of halo rows back while the call runs on own rows; then add them."""
         own = call.outputs[0]
         halo_gradients, received = self._rows(own), self._rows(own)
         halo_call = self._part(call, self.remote, self.halo)
@@ -196,7 +197,7 @@ class _Part:
         self._add_returned(received, replace(own, storage=-1), own, call)
 
     def _part(self, call: OpCall, edges: int, others: int) -> OpCall:
-        """The call over so many edges, which come from so many vertices."""
+        """The call over so many edges that come from so many vertices."""
         by_edge = not any(isinstance(a, TensorSpec) and a.layout for a in call.args)
         backward = call.phase == "backward"
 

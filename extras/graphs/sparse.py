@@ -252,8 +252,8 @@ def _made(op: str, matrix: TensorSpec, width: int) -> Sparse | None:
 def fallback(p: Sparse, measured: Measured) -> list[Part]:
     """Ops that stand for a product on a CPU where none of its op and dtype was measured.
 
-    A gather of a dense row for each stored value, and a copy of ``bytes_moved``. On a GPU none: it
-    is priced by its roofline, which has ``cached_bytes``.
+    They are a gather of a dense row for each stored value, and a copy of ``bytes_moved``. On a GPU
+    there are none: the roofline prices it, with ``cached_bytes``.
     """
     if measured.gpu.kind != "cpu" or measured.seen("sparse", p.op, p.dtype):
         return []
@@ -291,7 +291,10 @@ MATRIX_OPS = ("mm.default", "addmm.default", "_sparse_addmm.default", "mv.defaul
 def gathered_bytes(
     rows: Numbers, lookups: Numbers, row_bytes: Numbers, cache_bytes: Numbers
 ) -> Values:
-    """``row_bytes_from_memory`` of rows that are all as likely; those below a line share lines."""
+    """Bytes that scattered reads of equally likely rows take; rows below a line share lines.
+
+    See ``row_bytes_from_memory``.
+    """
     line_bytes = LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)
     lines = np.ceil(rows * np.minimum(1.0, row_bytes / LINE_BYTES))
     hits = expected_hit_frac(lines, lookups, 0.0, 0.0, HOLDS_ROWS * cache_bytes / line_bytes)

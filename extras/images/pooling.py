@@ -92,7 +92,7 @@ def _resized(op: str, h: int, w: int = 0, **fields: Any) -> Pooling:
 
 
 def _fits(p: Pooling) -> bool:
-    """Whether it is small, and both layouts are not one where it is channels last."""
+    """Whether a point is small enough; channels-last points must differ from contiguous ones."""
     pixels = sorted((p.h * p.w, p.out_h * p.out_w))
     if p.channels_last and (p.channels == 1 or pixels[0] == 1):
         return False

@@ -92,7 +92,7 @@ def _consumer(
     lane: InputLane,
     cores: int,
 ) -> tuple[str, Consumer | None, float, Row]:
-    """What takes the batches: its name, its step, a rank's cores, and facts of its forecast.
+    """Describes the step that takes the batches: name, step, a rank's cores, and facts for JSON.
 
     The step is None where neither a model nor a step's time is given.
     """
@@ -138,9 +138,9 @@ def _print(
 
 
 def _kept(lane: InputLane, step: Consumer, cores: float, tier_gb: float) -> dict[str, Fed]:
-    """The step with changed loading: files on a fast tier, and decoded items kept in memory.
+    """Iterations if the loader changed: files on a fast tier, decoded items kept in memory.
 
-    With ``tier_gb`` also a tier of that size, with the files that batches wait longest for.
+    With ``tier_gb`` also a tier of that size, holding the files that batches wait longest for.
     """
     from itercast.extras.input.pipeline import fed
 

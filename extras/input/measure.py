@@ -47,7 +47,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one way to load took: batches, the consumer's time and the sampler's in each."""
+    """Batches loaded in one way, and the time of the consumer and of the sampler in each, in us."""
 
     batches: tuple[BatchTime, ...]
     took_us: tuple[float, ...]
@@ -128,7 +128,7 @@ def _mean(values: Any) -> float:
 
 
 def stages(alone: Run, with_one: Run, receive_us: float) -> dict[str, float]:
-    """Mean time of a batch by stage, in the order in which a batch passes them."""
+    """Mean time in us of a batch by stage, in the order in which a batch passes the stages."""
     mean: dict[str, float] = {"sampler": alone.sampler_us}
     for name in ("waiting", "dataset", "decode", "transform", "collate"):
         mean[name] = _mean([b.stages_us.get(name, 0.0) for b in alone.batches])
@@ -189,7 +189,7 @@ def _timed_sampler() -> Iterator[list[float]]:
 
 
 def _said(exc: BaseException) -> str:
-    """An error in one line; a worker's text holds a traceback, whose last line it is."""
+    """An error in one line; of a worker's traceback the last line."""
     lines = [line.strip() for line in str(exc).strip().splitlines() if line.strip()]
     if lines and lines[0].startswith("Caught ") and len(lines) > 1:
         return f"{lines[-1]} (in a worker)"
@@ -222,7 +222,8 @@ def main(order: str, result: str, what: str = "loader", measure: Measure = measu
 def file_groups(batches: Iterable[Iterable[Opened]], part: float) -> tuple[FileGroup, ...]:
     """The files of measured batches, which are a ``part`` of an epoch, in groups.
 
-    Files that were opened again are all that there are: shards, or those of a short epoch.
+    If files are opened again, they are taken to be all of the epoch's files: shards, or a short
+    epoch.
     """
     waits, reads, count = dict[str, float](), 0, 0
     for batch in batches:

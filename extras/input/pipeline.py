@@ -131,9 +131,9 @@ def _period_us(
 ) -> float:
     """Mean time from batch to batch in us of the simulated loop, in steady state.
 
-    Worker k % workers loads batch k, in order, when batch k - queue was taken. Without workers the
-    host loads it. The GPU works on a batch while the host launches for it and takes the next.
-    ``device_us``: its copy beside the step before, and its step.
+    Worker k % workers loads batch k once batch k - queue was taken. Without workers the host loads
+    it. The GPU works on a batch while the host launches for it and takes the next. ``device_us``:
+    the copy of a batch, which runs beside the step before, and the step.
     """
     tasks: list[Task] = []
     taken: list[int] = []
@@ -162,7 +162,7 @@ def _period_us(
 def fewest_workers(lane: InputLane, step: Consumer, cores: float) -> Fed:
     """The fewest workers with which batches are not late; else those with the shortest iteration.
 
-    Of numbers that are alike (``ALIKE``) the least one.
+    Of numbers with about equal iterations (``ALIKE``) the smallest is taken.
     """
     tried = []
     for workers in range(MAX_WORKERS + 1):
@@ -221,7 +221,8 @@ def consumer(forecast: Forecast, lane: InputLane, target: Target, samples: int) 
 def advice(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> str:
     """How many workers a loader has, and how many are enough for the step.
 
-    Batches were timed on this machine; what they take on the node's host is told where it differs.
+    Batches were timed on this machine; if the node's host differs, the text says what they take
+    there.
     """
     own, here_us = counted(lane.workers, "worker"), lane.worker.mean_us
     if not lane.workers:
@@ -246,7 +247,7 @@ def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int
     cores = cores_of_a_rank(lane, target, forecast.world_size)
 
     def iteration_us(step_slower: float, loader_slower: float) -> float:
-        """The iteration if its step and its loader are so many times slower than forecast."""
+        """The iteration in us if its step and its loader take so many times as long as forecast."""
         held_us = forecast.host_held_us * step_slower
         slower = replace(
             forecast, iteration_us=forecast.iteration_us * step_slower, host_held_us=held_us
@@ -277,11 +278,11 @@ def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int
 def _interval(
     iteration_us: Callable[[float, float], float], wide: float, loader_wide: float
 ) -> tuple[float, float]:
-    """The 80 % interval of an iteration by how much slower its step and its loader are.
+    """The 80 % interval of an iteration whose step and loader err independently.
 
-    Each is tried at ``TRIED`` equally likely times, the first and last of which end its own 80 %
-    interval; all pairs are equally likely. ``wide``, ``loader_wide``: half widths of the step's and
-    the loader's interval in log time.
+    Each takes ``TRIED`` equally likely times, the first and last of which end its own 80 %
+    interval; all pairs are equally likely. ``wide``, ``loader_wide``: half widths of their
+    intervals, in log time.
     """
     deviations = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
     step, loader = (

@@ -205,8 +205,8 @@ def _fill(
 def with_lengths(capture: StepCapture, lengths: Lengths, *, packed: bool) -> StepCapture:
     """The step whose self-attention runs over equal sequences with the same sum of squares.
 
-    The keyword ``sequences`` of a call has (how many for each that it was captured with, of how
-    many, their length). ValueError where sequences are packed and the step has no fused attention.
+    The keyword ``sequences`` of such a call is (sequences per captured one, number of captured
+    ones, their length). ValueError where sequences are packed and the step has no fused attention.
     """
     count, length = lengths.attention
     calls, found = list[OpCall](), False

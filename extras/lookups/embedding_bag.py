@@ -196,7 +196,7 @@ def features(p: EmbeddingBag, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def call_name(p: EmbeddingBag) -> Values:
-    """Its op; a gradient takes 31 kernels, one of few look-ups 12, one of maxima 2."""
+    """Its op; gradients differ by kernels launched: usually 31, few lookups 12, maxima 2."""
     few = np.where(np.asarray(p.lookups) <= ONE_SORT, "backward, few", p.op)
     gradient = np.where(np.equal(p.mode, "max"), "backward, max", few)
     return np.where(np.equal(p.op, "backward"), gradient, p.op)

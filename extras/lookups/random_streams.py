@@ -123,7 +123,7 @@ def unique_rows(p: Stream) -> Numbers:
 
 
 def row_bytes_from_memory(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -> Values:
-    """Bytes that take as long to stream from memory as the rows of all lookups take to be read.
+    """Bytes whose streaming from memory takes as long as reading the rows of all lookups.
 
     Rows are whole lines of 64 bytes. A lookup whose row the last cache holds counts ``HIT_COST``.
     """

@@ -111,8 +111,9 @@ def _missed(
 ) -> np.ndarray:
     """Share (n,) of lookups that miss; arguments are columns (n, 1), as of ``expected_hit_frac``.
 
-    The likeliest ``cache_rows`` rows are kept. In bins of ranks, likeliest first (``_drawn``): rows
-    in a bin, one row's chance at a draw, draws, and the chance that a row is drawn at all.
+    The cache keeps the likeliest ``cache_rows`` rows. Sums run over bins of ranks (``_drawn``): the
+    rows of a bin, the chance of one row per draw, the draws, and the chance that a row is drawn at
+    all.
     """
     width, chance, drawn, seen = _drawn(rows, lookups, skew, repeats)
     kept = np.clip(cache_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
@@ -175,7 +176,7 @@ def _chances(rows: np.ndarray, skew: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _drawn(
     rows: np.ndarray, lookups: np.ndarray, skew: np.ndarray, repeats: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """``_chances``, how many lookups are drawn, and the chance that a row is: 1 - (1 - p)^n."""
+    """As ``_chances``, with the number of draws and each row's chance to be drawn at all."""
     width, chance = _chances(rows, skew)
     drawn, chance = np.maximum(1.0, lookups * (1 - repeats)), np.minimum(chance, 1 - 1e-12)
     return width, chance, drawn, -np.expm1(drawn * np.log1p(-chance))
@@ -184,7 +185,7 @@ def _drawn(
 def _expected(
     rows: np.ndarray, lookups: np.ndarray, skew: np.ndarray, repeats: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``expected_reuse`` of columns (n, 1). ``below``: P(1 <= lookups of a row <= a bin's end)."""
+    """As ``expected_reuse``, of columns (n, 1); ``below``: P(1 <= lookups <= end of bin)."""
     width, chance, drawn, seen = _drawn(rows, lookups, skew, repeats)
     mean = drawn * chance
     unique = np.minimum((width * seen).sum(axis=-1), np.minimum(rows, drawn)[:, 0])
@@ -213,7 +214,7 @@ def _poisson_cdf(mean: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def reuse_of(p: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct rows (n,) and histogram (n, 17) of calls: as stated, else as their skew says."""
+    """Distinct rows (n,) and histogram (n, 17) of calls: stated ones, else expected from skew."""
     texts = np.asarray(p.reuse, dtype=object)
     unique, shares = expected_reuse(p.rows, p.lookups, p.skew, p.repeats)
     if not np.any(texts != ""):

@@ -83,8 +83,8 @@ def _diloco_step(
 ) -> Callable[[], None]:
     """A step of DiLoCo (arXiv:2311.08105), which averages over ranks after ``every`` calls.
 
-    Then SGD with Nesterov's momentum moves the parameters of the last average by the mean change
-    since, and all ranks continue from there.
+    At an average SGD with Nesterov's momentum moves the parameters of the last average by the mean
+    change since, and all ranks continue from there.
     """
     from torch.distributed.algorithms.model_averaging.utils import average_parameters
 

@@ -92,7 +92,7 @@ def parse_text(text: str) -> list[Log]:
 
 
 def _is_broken(line: str, words: Sequence[str]) -> bool:
-    """Whether a line is what is left of a row or of a header."""
+    """Whether a line is a damaged row or header."""
     numbers = sum(word.replace(".", "", 1).isdecimal() for word in words[-4:])
     starting = "Collective test starting" in line and not re.search(r"starting: \w+_perf\b", line)
     thread = re.search(r"\bnThread \d+ nGpus", line) and not SPAN.search(line)
@@ -115,7 +115,7 @@ def _shrinks(log: Log, words: Sequence[str], kind: int) -> bool:
 
 
 def _check(log: Log) -> None:
-    """Take a run's rows away where header, rates and average do not fit together."""
+    """Remove a run's rows if its header, rates and average contradict each other."""
     listed = sorted(log.ranks) == list(range(len(log.ranks)))
     average = sum(log.busbw) / len(log.busbw) if log.busbw else 0.0
     whole_table = (
@@ -146,7 +146,7 @@ def _is_whole(log: Log) -> bool:
 
 
 def _factor_fits(log: Log) -> bool:
-    """Whether bus rates over rates are those of the collective, for the ranks that are listed."""
+    """Whether bus rate over rate is the factor of the collective for the listed ranks."""
     if log.redops == {True} and log.collective in ("all_reduce", "reduce_scatter", "reduce"):
         return False
     if log.redops == {False} and log.collective in ("all_gather", "alltoall", "sendrecv"):

@@ -1,8 +1,8 @@
 """The spread of a step over ranks that are noisy: a synchronous step is that of the slowest rank.
 
-What a rank does itself, its kernels and the host time they wait for, takes e**(sigma * x) times the
-forecast, with x standard normal: lognormal, with the forecast as its median. x is drawn once per
-rank and step, so the same rank is late at each message of the step, and independently of other
+What a rank does itself (its kernels, and host time that they wait for) takes e**(sigma * x) times
+the forecast, with x standard normal: it is lognormal, with the forecast as median. x is drawn once
+per rank and step, so the same rank is late at each message of the step, and independently of other
 ranks. All ranks of a plan wait for each other in each step, whether they are replicas, tensor,
 context or expert parallel ranks or pipeline stages: P(slowest of n <= t) = P(one <= t)**n. Messages
 and the pipeline's bubble take as long as forecast.
@@ -56,7 +56,7 @@ def spread_of(found: Forecast, target: Target) -> Spread:
 
 
 def slowest_deviate(share: float, ranks: int) -> float:
-    """What the largest of ``ranks`` standard normal numbers stays below in a share of draws.
+    """The ``share`` quantile of the largest of ``ranks`` standard normal numbers.
 
     By symmetry of the tail above it, 1 - share**(1 / ranks), which is exact for many ranks.
     """

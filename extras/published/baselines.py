@@ -1,7 +1,7 @@
 """Simple baselines of the public benchmark: learners, alpha-beta, interpolation, rankers.
 
-Each is fitted on the rows ``known`` of a table and forecasts the rows ``asked``, in us; rankers
-say no times, but which rows of a call are slower than others.
+Each is fitted on the rows ``known`` of a table and forecasts the rows ``asked``, in us. Rankers
+return no times, only scores: a slower row of a call has a higher one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def calls(prepared: Prepared) -> Index:
 
 
 def usual_winner(prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
-    """The software that is the fastest of most known calls comes first, whatever the call."""
+    """Scores each row by its software: minus the number of known calls where it is fastest."""
     time_us = pd.Series(prepared.table.time_us[known])
     best = time_us.groupby(calls(prepared)[known]).idxmin().to_numpy()
     stack = prepared.query.stack
@@ -112,7 +112,7 @@ def usual_winner(prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
 
 
 def ranked(objective: str, prepared: Prepared, known: Index, asked: Index) -> Index:
-    """Boosted trees that learn the order of a call's rows by speed, over that of the fastest.
+    """Scores by boosted trees that learn how a call's rows rank by speed.
 
     XGBoost's rank:pairwise counts all pairs alike, rank:ndcg by the speed that a wrong order loses.
     """

@@ -72,9 +72,9 @@ def forecasts(
 ) -> dict[str, np.ndarray]:
     """Forecasts in us of the held rows, by learner; NaN where a learner gives none.
 
-    "itercast" knows nothing measured on a held-out GPU (or dtype of a GPU); "stated rate" also
-    knows the FLOP/s that large products are published to reach on it (``achieved_flops_per_s``).
-    Baselines forecast a random sample of the rows only.
+    The learner "itercast" knows nothing measured on a held-out GPU (or dtype of a GPU); "stated
+    rate" also knows the FLOP/s that large products are published to reach on it
+    (``achieved_flops_per_s``). Baselines forecast a random sample of the rows only.
     """
     options = default_options(prepared.table.take(known))
     gpu, asked = prepared.query.gpu, prepared.query.take(held)

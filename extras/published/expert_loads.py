@@ -1,8 +1,8 @@
 """How many tokens each expert of a rank gets, where some experts are more popular than others.
 
-Tokens are spread by a power law: an expert's share is drawn from a density proportional to
-share ** -skew between 1 and ``popular_share`` of the tokens. Of the ranks that hold the experts the
-busiest one counts, since the others wait for it.
+Tokens are spread by a power law: an expert's share is drawn from a density proportional to share **
+-skew between 1 and ``popular_share`` of the tokens. Only the busiest of the ranks that hold experts
+counts, since the others wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ POPULAR_SHARE: float = assumed(__file__, "popular_share")
 def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: float) -> Column:
     """Tokens of each of the ``local`` experts on the busiest rank, (draws, local).
 
-    Equal ones, tokens * topk / experts, where skew is 0. No expert gets more than all tokens. Each
-    draw's popularities are those of the same experts for any number of tokens.
+    All are tokens * topk / experts where skew is 0. No expert gets more than all tokens. A draw
+    gives the experts the same popularities for any number of tokens.
     """
     if not skew:
         return np.full((1, local), tokens * topk / experts)

@@ -42,8 +42,8 @@ class Experts:
     ``op`` is layer (gate and up, activation, down, weighted sum), or one of its products: gate_up
     (hidden to 2 x inner), down (inner to hidden) or down_full (down with both gradients). A rank
     holds ``local`` of the experts, with ``inner`` of their width. ``skew`` is the exponent of a
-    power law of tokens over experts (``expert_loads``), of whose ranks the busiest is meant; 0:
-    each gets as many. ``block``: how many fp8 numbers of a row share a scale; 0: all.
+    power law of tokens over experts (``expert_loads``); then the times are of the busiest rank. 0:
+    all get equally many. ``block``: how many fp8 numbers of a row share a scale; 0: all.
     """
 
     op: str
@@ -98,7 +98,7 @@ def used(p: Experts) -> Numbers:
 
 
 def _sums(p: Experts) -> dict[str, Column]:
-    """Sums over the experts of the busiest rank: pairs, used experts, tiles by rows of a tile."""
+    """Sums over the busiest rank's experts: (token, expert) pairs, used experts, tiles by rows."""
     counts: dict[str, Count] = {"pairs": lambda loads, _: loads, "used": _picked}
     counts |= {f"tiles_{rows}": partial(_tiles, rows) for rows, _ in TILES}
     return summed(p, counts)
@@ -123,7 +123,7 @@ def flops(p: Experts) -> Numbers:
 def bytes_moved(p: Experts) -> Values:
     """Lower bound: weights of the experts that are used, and the tokens in and out.
 
-    All of them once, for down_full three times: the product and its two gradients.
+    Tokens are moved once; three times for down_full: the product and its two gradients.
     """
     weights = used(p) * p.hidden * p.inner * _matrices(p)
     out = np.where(np.asarray(is_any(p.op, ("gate_up",))), 2.0 * p.inner, 1.0 * p.hidden)
@@ -167,7 +167,8 @@ def floor_us(p: Experts, gpu: Gpu) -> Numbers:
 def features(p: Experts, gpu: Gpu) -> dict[str, Numbers | str]:
     """Shares of weights, tokens and products in the time at full rate; waves and fill of tiles.
 
-    No widths: they differ from model to model. How many experts other ranks hold no kernel sees.
+    Widths are left out, as they differ from model to model, and so is how many experts other ranks
+    hold, as no kernel sees it.
     """
     sums, few = _sums(p), 2**-10
     count, item = np.maximum(sums["pairs"], few), itemsize_bytes(p.dtype)

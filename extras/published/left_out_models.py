@@ -86,7 +86,7 @@ def _name(line: ModelLine) -> str:
 
 
 def _rows_of(found: ForecastLine, source: str) -> Rows:
-    """Rows of a line that a source measured, numbered."""
+    """Rows of a line that a source measured, with new numbers."""
     good = (found.rows["source"] == source) & (positive(found.rows[MEASURED[found.line.part]]) > 0)
     rows: Rows = found.rows[good].reset_index(drop=True)
     return rows.assign(**{ROW: np.arange(len(rows))})
@@ -138,7 +138,7 @@ def train_without(source: str, public: Path, folder: Path) -> Path:
 
 
 def quick_model_with_intervals(prepared: Prepared, options: Options) -> FamilyModel:
-    """A model of all rows that was not cross-validated, with the envelope and intervals of one.
+    """A model of all rows without cross-validation, but with an envelope and intervals.
 
     ``offsets`` are quantiles of the errors on a fifth of the shapes, by a model of the others.
     """

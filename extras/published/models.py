@@ -151,10 +151,11 @@ def last_rank_bytes(step: StepCapture, target: Target) -> int:
 
 
 def timed_us(asked: Facts, found: Forecast, ahead: Forecast | None = None) -> float:
-    """The time that a published measurement of ``found`` covers, less that of what comes before it.
+    """The time that a published measurement covers, by the forecast ``found``, in us.
 
-    A host's timer measures the iteration, a device's the kernels. triton's do_bench first zeroes
-    FLUSH bytes, while the host launches: the device waits only for what the host takes longer.
+    A host's timer measures the iteration, a device's the kernels. ``ahead``: the forecast of what
+    runs before the timed part, which is subtracted. triton's do_bench first zeroes FLUSH bytes,
+    while the host launches: the device waits only for what the host takes longer.
     """
     before = (ahead.compute_us, ahead.host_us, ahead.iteration_us) if ahead else (0.0, 0.0, 0.0)
     if asked.get("timer") != "device":
@@ -227,7 +228,8 @@ def captured_step(asked: Facts, plan: ParallelPlan) -> StepCapture:
 def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
     """Score a line; yields a result for each of its targets.
 
-    The baseline is the sum of measured nodes, on the rows that have them.
+    The baseline "nodes summed" adds up the measured times of a model's ops (NeuSight's nodes), on
+    the rows that have them.
     """
     rows = rows[positive(rows[MEASURED[line.part]]) > 0]
     if not len(rows):
@@ -267,7 +269,7 @@ def coverage(line: ModelLine, rows: Rows) -> dict[str, float]:
 
 
 def judged(line: ModelLine, rows: Rows) -> Rows:
-    """The rows that a line is judged on: none that calibrates it, or that a host is fitted to."""
+    """The rows that judge a line: without those that calibrate it or that its host is fitted to."""
     if line.fits_hosts:
         return rows[~line.fits(rows)].reset_index(drop=True)
     if not line.calibrated:

@@ -56,12 +56,11 @@ def read_iterations(public: Path, folder: str) -> pd.DataFrame | None:
 
 
 def node_sums_us(root: Path) -> dict[str, dict[str, float]]:
-    """The error that is left when every op was measured: sums of NeuSight's nodes.
+    """Step times from sums of NeuSight's measured ops (nodes): the error left if all were known.
 
-    Summed times ``step`` and ``backward`` in us, by label file, for labels with a node table.
-
-    The tables hold the nodes of a model with one layer, in ms; nodes of that layer count
-    ``num_layer`` times. Accumulating gradients is part of the backward pass.
+    Summed times ``step`` and ``backward`` in us, by label file, for labels with a node table. The
+    tables hold the nodes of a model with one layer, in ms; nodes of that layer count ``num_layer``
+    times. Accumulating gradients is part of the backward pass.
     """
     found = {}
     for path in sorted((root / LABELS).rglob("*.csv")):

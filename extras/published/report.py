@@ -40,7 +40,7 @@ SPREAD_NAMES = ("mean", "bias", "median", "p90", "worst")  # of itercast's error
 def run(public: Path, only: str = "") -> list[LineResult]:
     """Run all lines about single ops whose name contains ``only``, in two processes.
 
-    Lines are left out where one of their folders is missing, but for those that most need.
+    Lines with a missing folder are left out; ValueError for folders that most lines need.
     """
     chosen = [
         (i, line)

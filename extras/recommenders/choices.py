@@ -1,9 +1,9 @@
 """Judges choices of shardings by real processes: `python -m itercast.extras.recommenders.choices`.
 
 Tasks are models of unequal tables, with seven shardings each, which gloo processes on this CPU run
-in turn. A choice succeeds if its measured time is within 10 % of the fastest; beside itercast's
-stand torchrec's formulas, a random pick and measuring once. Tasks whose candidates are less than
-30 % apart are left out: they cannot tell ways of choosing apart.
+in turn. A choice succeeds if its measured time is within 10 % of the fastest. itercast's choices
+are compared with those of torchrec's formulas, of a random pick, and of measuring once. Tasks whose
+candidates are less than 30 % apart are left out: they cannot tell ways of choosing apart.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def apart(judged: Sequence[Sequence[Judged]]) -> list[Sequence[Judged]]:
 def choices(judged: Sequence[Sequence[Judged]], bench: Bench) -> list[Choice]:
     """How well itercast, torchrec's formulas and a random pick choose among the proposals.
 
-    Beside them a choice by the first round measured, which is judged by the last: no forecast can
-    be expected to do better than measuring does.
+    They are compared with a choice by the first measured round, judged by the last: no forecast can
+    be expected to beat a measurement.
     """
     names = ("itercast", "torchrec's formulas", "random pick", FIRST_ROUND)
     by_name: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}

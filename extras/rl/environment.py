@@ -114,9 +114,10 @@ def _stepped(make: Make, seconds: float, alive: Alive) -> tuple[Batches, int]:
 
 
 def _exchanged(make: Make, workers: int, envs: int, seconds: float, alive: Alive) -> Any:
-    """Times of rounds in which workers get a message, step ``envs`` each, and send what they see.
+    """Measures rounds in which workers get a message, step ``envs`` each, and send observations.
 
-    Three arrays: of a round, CPU time of this process for a worker, CPU time of a worker.
+    Returns three arrays in us: time of a round, CPU time of this process per worker, CPU time of a
+    worker.
     """
     found = list[tuple[float, float, float]]()
     with _served(make, workers, envs) as pipes:
@@ -153,7 +154,7 @@ def _served(make: Make, workers: int, envs: int) -> Iterator[list[Connection]]:
 
 
 def _serve(pipe: Connection, make: Make, envs: int) -> None:
-    """Step whenever an action comes; send what is seen, the CPU time since then in us, an error."""
+    """In a worker: step whenever an action comes; send observation, CPU time in us, error."""
     try:
         seen, spent_ns = [observations(make()) for _ in range(envs)], time.process_time_ns()
         while True:

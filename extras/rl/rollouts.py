@@ -116,10 +116,10 @@ def loop_time(lane: InputLane, loop: Loop) -> LoopTime:
 
 
 def _round_us(lane: InputLane, loop: Loop, cores: float) -> float:
-    """All environments step once: until the slowest worker is done, or the cores have computed it.
+    """Time in us until all environments stepped once, limited by the slowest worker or the cores.
 
-    Times are drawn from the measured ones, each environment's for itself. A step takes longer in a
-    worker than alone by what sending its observation takes; a message wakes two processes.
+    Step times are drawn from measured ones for each environment. A worker's step takes longer than
+    one in the policy's process, by sending its observation; a message wakes two processes.
     """
     alone, sent = lane.alone, lane.worker
     draws = (max(1, MAX_ENVS // loop.envs), loop.envs)
@@ -147,7 +147,7 @@ def _computing(lane: InputLane) -> float:
 
 
 def _beside_us(lane: InputLane, loop: Loop, rollouts_us: float, learner_us: float) -> float:
-    """An iteration whose rollouts and learner run at once and share the cores of the host.
+    """Time in us of an iteration whose rollouts and learner run at once on the host's cores.
 
     Where more processes are busy than there are cores, each gets an equal share. Whichever of the
     two ends first waits for the other, which has the cores for itself then.

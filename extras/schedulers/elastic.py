@@ -23,7 +23,7 @@ NOWHERE: Place = ("", 0)
 
 @dataclass
 class _Running:
-    """A job in the system: what is left of it (1: all), where it runs, and from when on."""
+    """A job in the system: the share of it that is left, where it runs, and since when."""
 
     job: Job
     left: float = 1.0
@@ -40,7 +40,7 @@ class _Running:
         return self.from_s + self.left / speed if speed else np.inf
 
     def advance(self, now_s: float) -> None:
-        """Take off what is left what it has done until now."""
+        """Subtract the share done since the last call, up to ``now_s``."""
         if now_s > self.from_s:
             self.left = max(0.0, self.left - (now_s - self.from_s) * self.speed(self.place))
             self.from_s = now_s
@@ -102,7 +102,7 @@ def best_places(running: Sequence[_Running], cluster: Mapping[str, int]) -> list
 def _shifted(best: np.ndarray, kinds: Sequence[str], place: Place) -> np.ndarray:
     """``best`` (sums of speeds by GPUs in use, an axis per kind) with ``place`` in use, too.
 
-    -inf where fewer are in use than those.
+    Entries with fewer GPUs in use than ``place`` has are -inf.
     """
     gpu, count = place
     if not count:

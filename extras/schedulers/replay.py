@@ -14,11 +14,11 @@ from itercast.extras.schedulers.jobs import Job, Replay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How waiting jobs are chosen: ``knows`` what the table says of the time on each kind of GPU.
+    """How waiting jobs are chosen; ``knows``: the table's times on each kind of GPU are known.
 
-    Jobs are placed in the order of arrival, or the shortest first. One that knows places a job
-    where it ends first, another where it starts first. ``least_first``: those with the least GPUs
-    times seconds first (QSSF, arXiv:2109.01313).
+    Jobs are placed in the order of arrival, or the shortest first. With knowledge a job goes where
+    it ends first, without where it starts first. ``least_first``: the job with the least GPUs times
+    seconds first (QSSF, arXiv:2109.01313).
     """
 
     knows: bool

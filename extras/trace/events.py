@@ -157,9 +157,10 @@ class Trace:
 
 
 def _computed(parts: Sequence[Part]) -> list[tuple[float, float]]:
-    """Ends of compute tasks in us, and the share of a micro-batch's saved memory they add or free.
+    """Memory changes of a micro-batch: (end of a compute task in us, share added or freed).
 
-    Shares are those of time; what forward adds in all, backward frees.
+    Each share is that of the task in the time of its pass; forward adds 1 in all, backward frees
+    it.
     """
     found: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for part in parts:

@@ -169,7 +169,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[ScriptForecast | str]:
-    """Capture each order's script, or read its kept capture, and forecast it; text says why not."""
+    """Forecast each order's script from its capture, new or kept; a text says why one failed."""
     from itercast.compose.programs.several import captured_scripts
 
     rows = list[ScriptForecast | str]()
@@ -214,7 +214,7 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
 
 
 def _facts(name: str, row: ScriptForecast) -> dict[str, Any]:
-    """A forecast as plain values; rates are null where the script does not say what it loads."""
+    """A forecast as plain values; rates are null if the samples of a step are unknown."""
     from itercast.compose.time_parts import limits
 
     program = row.captured.program
@@ -283,7 +283,7 @@ def _question(row: ScriptForecast) -> Row:
 
 
 def _compared(name: str, pairs: Pairs, rows: Rows) -> Table:
-    """A table with a row for each GPU and number of them; notes and failures stand below it."""
+    """A table with a row per GPU and number of GPUs; notes and failures stand below it."""
     from itercast.commands.shared import memory_cell, memory_legend
     from itercast.compose.time_parts import limits
 

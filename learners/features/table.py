@@ -78,10 +78,10 @@ def isin(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
 
 
 def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
-    """A lower bound in us: FLOP that no kernel avoids (``least_flops``) at the GPU's peak.
+    """A lower bound in us: the FLOP that no kernel avoids (``least_flops``) at the GPU's peak.
 
-    On GeForce cards also all FLOP of products that accumulate in fp32 on tensor cores: these cards
-    halve their rate, which rooflines do not. 0 where neither holds.
+    On GeForce cards it counts all FLOP of products that accumulate in fp32 on tensor cores, which
+    run at half rate there; rooflines use the full rate. 0 where neither holds.
     """
     bound_us = np.zeros(len(rows))
     for name in rows["gpu"].unique():

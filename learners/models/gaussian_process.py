@@ -97,7 +97,7 @@ class GaussianProcess:
 
     @cached_property
     def _known(self) -> tuple[Array, list[tuple[Array, ...]]]:
-        """What every prediction needs of the training points, in float32.
+        """Computes once what every prediction needs of the training points, in float32.
 
         First the mean of the inputs that are not flags (0 or 1). Then for each term of the kernel:
         inverse lengths, ``right_factor`` of the other inputs, that of the flags, and the weights.
@@ -227,8 +227,8 @@ def _slopes(x: Any, target: Any, spread: Any, lengths: Any, scales: Any) -> tupl
     """Derivatives of the negative log marginal likelihood by log lengths and log scales.
 
     L = (y' K^-1 y + log det K) / 2, so that dL/dK = (K^-1 - K^-1 y y' K^-1) / 2. A term of K is
-    E_ij = exp(2 s - sum_d (u_id - u_jd)^2 / 2) with u = x exp(-l); torch's autograd takes twice as
-    long.
+    E_ij = exp(2 s - sum_d (u_id - u_jd)^2 / 2) with u = x exp(-l); torch's autograd would take
+    twice as long.
     """
     noise = torch.exp(2 * scales[-1]) * spread
     scaled = [x * torch.exp(-log_length) for log_length in lengths]

@@ -99,7 +99,7 @@ class QueryRows:
 
     @property
     def stood_in(self) -> np.ndarray:
-        """Mask of rows that are forecast by rows of another dtype, whose peak rate differs."""
+        """Mask of rows forecast by rows of a stand-in dtype, whose peak rate differs."""
         if "dtype" not in self.rows:
             return np.zeros(len(self.rows), dtype=bool)
         own = self.rows["dtype"].to_numpy(dtype=object)

@@ -271,7 +271,7 @@ class SourceGpus:
         return np.asarray(np.exp(np.bincount(row, np.concatenate(weights) * log_us, len(x))))
 
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
-        """By row, arithmetic rate (``_vector_rate``) of the source GPU over that of the row's GPU.
+        """By row, the arithmetic rate (``_vector_rate``) of the source GPU over the row's GPU's.
 
         Convolutions scale by it too: their time beyond the roofline does not shrink with faster
         tensor cores.
@@ -294,8 +294,8 @@ class SourceGpus:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The rows encoded as if run on the source GPU under its software, and their rooflines.
 
-        By roofline alone these are those of the rows' own GPU, and families of tiles keep all
-        features but the names of GPU and software.
+        Families that scale by roofline alone keep the roofline of the rows' own GPU; families of
+        tiles keep all features but the names of GPU and software.
         """
         gpu, stack, by_roofline = source
         family, stand_in = query.family, query.stood_in
@@ -349,9 +349,9 @@ def _is_by_roofline(family: Family, source: Gpu, gpu: Gpu) -> bool:
 def _vector_rate(gpu: Gpu) -> float:
     """Peak of arithmetic outside matrix products in flops/s: fp32, at most 64 lanes per SM.
 
-    On Pascal all lanes. Since Turing integers have lanes of their own; where an SM has 128 for
-    fp32, as of Ampere's GA102 and since Hopper, half of them are the integers' or have nothing to
-    do in other kernels.
+    All lanes count on Pascal. Since Turing integers have lanes of their own; where an SM has 128
+    fp32 lanes, as Ampere's GA102 and Hopper do, half of them also serve integers or lie idle in
+    other kernels.
     """
     peak = gpu.full_rate("fp32")
     of_64_lanes = 2 * 64 * gpu.sm_count * gpu.clock_hz  # a multiply and an add per clock

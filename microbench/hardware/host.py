@@ -103,7 +103,7 @@ def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
 
 
 def _beside(generation: str, hosts: Sequence[HostMachine]) -> Sequence[HostMachine]:
-    """Those of ``hosts`` whose GPUs are nearest to a generation in compute capability; else all."""
+    """The hosts whose GPUs are nearest in compute capability to a generation; all if unknown."""
     cuda = [h for h in hosts if set(h.generations) & set(COMPUTE_CAPABILITY)]
     if generation not in COMPUTE_CAPABILITY or not cuda:
         return hosts
@@ -134,10 +134,10 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def usual_host(hosts: Sequence[HostMachine]) -> HostMachine:
-    """Returns the host of median speed; the slower of the middle two if their number is even.
+    """The host of median speed; of an even number, the slower of the middle two.
 
     Speed is the time of as many events and launches as take the reference host equally long. The
-    slower of two was chosen on the iterations of an H200 in datasets/gpu, on a third machine.
+    slower of the two fitted better on iterations of an H200 in datasets/gpu, a third machine.
     """
     if not hosts:
         return REFERENCE

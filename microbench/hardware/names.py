@@ -22,7 +22,7 @@ USUAL: Mapping[str, str] = assumed(__file__, "usual_forms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """A name taken apart: model in one word, form (sxm, pcie, nvl) and GB of memory if stated."""
+    """A GPU's name in parts: model in one word, form (sxm, pcie, nvl), GB of memory if stated."""
 
     model: str
     form: str = ""

@@ -58,17 +58,16 @@ class Stack:
     ``similar``: software whose rows are taken where it has none; ``words``: other names of it.
     ``recomputes``: how much of a layer runs again under full recomputation, NEEDED or WHOLE.
     ``released``: the date of a release, YYYY-MM-DD. ``waits``: whether its host waits for each
-    message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
-    ``casts_experts``: under mixed precision products of experts are in half precision.
-    ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
-    ``reduces_late``: the stages of ZeRO, 0 for none, in which replicas reduce gradients once
-    backward is done, in a message of each dtype. ``all_reduces``: with ZeRO by an all_reduce.
-    ``one_stream``: scatters of gradients wait for sums among the groups that shard (HSDP).
-    ``own_kernels``: whether it runs kernels fused by hand in place of a model's separate ops.
-    ``one_by_one``: optimizers that are no kernel of their own are loops over parameters, and their
-    gradients are set to zero, to which backward adds.
-    ``message_sms``: SMs that its products leave to messages, by architecture; elsewhere they are
-    planned for all.
+    message of a pipeline that is not interleaved. ``held``: bytes that it holds beside a parameter,
+    by the parameter's dtype. ``casts_experts``: under mixed precision products of experts are in
+    half precision. ``reduces_half``: under mixed precision shards of gradients are reduced in half
+    precision. ``reduces_late``: the stages of ZeRO, 0 for none, in which replicas reduce gradients
+    once backward is done, in a message of each dtype. ``all_reduces``: with ZeRO gradients are
+    summed by an all_reduce. ``one_stream``: scatters of gradients wait for sums among the groups
+    that shard (HSDP). ``own_kernels``: whether it runs kernels fused by hand in place of a model's
+    separate ops. ``one_by_one``: optimizers without a fused kernel loop over parameters, and
+    zero_grad sets gradients to zero instead of dropping them. ``message_sms``: SMs that its
+    products leave to messages, by architecture; elsewhere they are planned for all.
     """
 
     name: str
@@ -199,7 +198,7 @@ def similar_software(name: str) -> tuple[str, ...]:
 
 
 def _find(name: str) -> Stack | None:
-    """The known stack for a stated name: that, else a release of its software, else by a word."""
+    """The stack of a stated name: exactly that, else by software and release, else by a word."""
     stacks = known_stacks()
     if name in stacks:
         return stacks[name]

@@ -115,7 +115,7 @@ def _measure(
     lane: int,
     progress: Progress,
 ) -> None:
-    """Measure those iterations that are this lane's, with further processes where one ends."""
+    """Measure this lane's iterations; starts another process where one ends early."""
     order = replace(order, lane=lane)
     waiting, finished = list(wanted[lane :: order.lanes]), 0
     while waiting and (left_s := end_s - (begin_s := time.monotonic())) > 0:
@@ -149,7 +149,7 @@ def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> Iterat
 
 
 def _write_failure(order: IterationOrder, culprit: Iteration, code: int) -> None:
-    """Write an error row for the iteration that ended its process."""
+    """Write an error row for the iteration during which the process ended."""
     failed: Row = {"status": "error", "reason": f"its process ended with code {code}"}
     failed |= {"gpu_uuid": None, "gpu_index": None}  # this process sees other GPUs than a lane
     journal = store.Journal(Path(order.root), f"{order.run_id}-mark")

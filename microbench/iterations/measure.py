@@ -103,8 +103,7 @@ class BuiltIteration:
 
     - ``anchor()`` times fixed reference workloads, by column in us; it is called before the first
       step, after steps of a quarter of a second and at the end, and the geometric means become
-      columns. Of short steps one that is not timed follows it, so that caches hold what a step
-      leaves in them.
+      columns. Short steps run once untimed after it, so that caches hold what a step leaves.
     - ``watch`` reads the GPU's clocks and power during further, untimed steps.
 
     A failure on a GPU becomes status and reason of the rows; on a CPU only lack of memory does.

@@ -65,7 +65,8 @@ class IterationOrder(Order):
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
     """Returns the key that identifies an iteration's row.
 
-    Values that were the only ones when older rows were measured are left out: the key is as then.
+    Columns at the one value that existed when older rows were measured are left out, so that keys
+    of such rows stay the same.
     """
     row = {"family": order.family, "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
     point = {k: v for k, v in asdict(iteration).items() if (k, v) not in ALWAYS_MEANT}

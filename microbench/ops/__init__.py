@@ -1,4 +1,6 @@
-"""Finds the op families, in the folders here and in other packages, and a captured call's one."""
+"""Finds op families, in the folders here and in other packages, and the family of a captured
+call.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def find_family(call: OpCall) -> Described:
 
 
 def _find_alike(call: OpCall) -> Described:
-    """The answer for a call, kept for others that differ in the places of their tensors alone."""
+    """As ``_find``; the answer is kept for calls that differ only in where tensors lie."""
     values = (call.args, tuple(call.kwargs.items()), call.outputs)
     key = (call.op, _without_places(values))
     try:
@@ -79,7 +81,7 @@ def _find_alike(call: OpCall) -> Described:
 
 
 def _without_places(value: Argument) -> Argument:
-    """An argument whose tensors are replaced by what describes them but for where they lie."""
+    """An argument without the places of its tensors in memory, to compare calls by."""
     if isinstance(value, TensorSpec):
         return value.shape, value.dtype, value.stride, value.zero_frac, value.layout, value.nnz
     return tuple(map(_without_places, value)) if isinstance(value, tuple) else value

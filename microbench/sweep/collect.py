@@ -103,7 +103,7 @@ def collect(
 
 
 def of_all(progress: Progress | None, rows_before: int, begin_s: float, whole_s: float) -> Progress:
-    """A function that shows one phase's progress as that of the whole sweep."""
+    """Wraps ``progress``, so that one phase reports its share of the whole sweep."""
 
     def show(rows: int, _: float) -> None:
         if progress:

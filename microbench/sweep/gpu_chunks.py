@@ -308,7 +308,7 @@ class Chunk:
             point.facts = kernel_facts(kernels)
 
     def _rows(self, sweep: Sweep, shared: Row, wall_s: float) -> list[Row]:
-        """Rows of all points; each costs as much of the chunk's time as it kept the host busy."""
+        """Rows of all points; ``cost_s``: a point's share of the chunk's time, by host time."""
         status = "throttled" if is_throttled(shared) else "ok"
         later = {id(chosen) for chosen in self.later}
         points = [p for p in self.points if id(p.chosen) not in later]

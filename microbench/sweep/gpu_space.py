@@ -1,4 +1,4 @@
-"""Which points a GPU's sweep measures: sizes and dtypes of real training, worth their time."""
+"""Chooses the points that a GPU's sweep measures: sizes and dtypes of real training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ SIZE_TOLERANCE = 1.1
 
 
 def grid(name: str, seed: int) -> Iterator[Point]:
-    """Yields a family's points, endless but for ``host``, mostly fp32; ``on_gpu`` sizes them."""
+    """Yields the points that a family's file states for GPUs, before ``on_gpu`` sizes them.
+
+    They are mostly in fp32, and without end except for family ``host``.
+    """
     family = families()[name]
     points = family.gpu_sweep.points
     return family.sweep() if points is None else points(_rng(name, seed))
@@ -30,7 +33,7 @@ def grid(name: str, seed: int) -> Iterator[Point]:
 def on_gpu(
     name: str, points: Iterator[Point], gpu: Gpu, seed: int, captured: bool = False
 ) -> Iterator[Point]:
-    """Yields points as a GPU trains with them: in its dtypes, resized to take 3 us up to a limit.
+    """Yields points as trained on a GPU: in its dtypes, resized to rooflines of 3 us to a limit.
 
     Rooflines are log-uniform in this range. Sizes of ``captured`` points stay as models have them,
     unless they are too small or too large.
@@ -95,7 +98,7 @@ def retyped(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator) -> Poi
 
 
 def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Point:
-    """A point of another size, whose roofline is drawn log-uniformly: one in ten is below 3 us.
+    """The point resized to a roofline drawn log-uniformly; one in ten is drawn below 3 us.
 
     A ``captured`` point, of a model's step, stays as it is where its roofline is worth timing.
     """

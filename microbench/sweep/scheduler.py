@@ -63,7 +63,7 @@ class Sweep:
         self.streams = {n: self._stream(n) for n in order.families}
 
     def _stream(self, name: str) -> Iterator[Point]:
-        """Points of a family: those of the order's file, where only these count, or all."""
+        """A family's points: only those in the order's file if it says so, else all."""
         order = self.order
         if order.only:
             return iter(read_points(Path(order.points), name))

@@ -98,7 +98,8 @@ def _elapsed_us(run: Callable[[], object], now_ns: NowNs) -> float:
 def _sample_us(workload: Workload, before: Callable[[], object], now_ns: NowNs) -> float:
     """Time of one call right after ``before``, minus that of the baseline after another ``before``.
 
-    Each follows a ``before`` of its own: the first call after it finds colder caches than the next.
+    The baseline has a ``before`` of its own, as the first call after one finds colder caches than
+    the next.
     """
     before()
     time_us = _elapsed_us(workload.run, now_ns)

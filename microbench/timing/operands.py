@@ -16,8 +16,8 @@ NEAR_BYTES = 2.0**23  # no assumption: operands of more bytes leave the caches o
 def rewritten_by_one_core(run: Callable[[], object]) -> Callable[[], object] | None:
     """A function that writes all operands of a run anew, unchanged, from the calling thread.
 
-    In a step other ops wrote them, which divide their work among cores in another way: most of what
-    a core reads is in the caches of another one. None for operands that are too large for this to
+    In a step other ops wrote the operands, with another division of work among cores: most of what
+    a core reads is in another core's cache. None for operands that are too large for this to
     matter, or that are no dense floating-point tensors.
     """
     pieces = [piece for t in _operands(run) for piece in t.split(PIECE)]

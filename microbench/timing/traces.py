@@ -124,11 +124,11 @@ def _identity(args: Facts, key: str) -> int:
 
 
 def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], int]:
-    """Assigns kernels to ops: kernel time by index of the op, and the number of kernels without.
+    """Assigns kernels to ops: kernel time by index of the op, and the number of unassigned kernels.
 
-    A kernel belongs to the op with its external id, or with that of the launch with its correlation
-    id, or to the innermost op around that launch. Where several nested ops surround it, the
-    outermost one for which ``owns`` is true gets the time; the innermost where there is none.
+    A kernel belongs to the op with its external id, or with that of its launch, or to the innermost
+    op around its launch. Where several nested ops surround it, the outermost one for which ``owns``
+    is true gets the time; the innermost if ``owns`` is true for none.
     """
     owner = _owners(trace, owns)
     by_external = {op.external: index for index, op in enumerate(trace.ops) if op.external >= 0}

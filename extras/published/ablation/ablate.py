@@ -3,9 +3,9 @@
 `python -m itercast.extras.published.ablation PUBLIC` runs it. Each source of measurements is
 forecast by numbers and models that were made without it
 (``itercast.extras.published.left_out_models``), once as it is and once without each rule
-(``itercast.capture.base.switches``) and each number that states a
-value ``without``; then only the rows whose first forecast ran code that reads the rule or number.
-A rule is judged by the sources that it was neither fitted nor checked on.
+(``itercast.capture.base.switches``) and each number that states a value ``without``; for each rule,
+only the rows whose first forecast ran code that reads it are forecast again. A rule is judged by
+the sources that it was neither fitted nor checked on.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def forecast_us(row: Row) -> float:
 def forecast_and_read(row: Row) -> tuple[float, frozenset[str]]:
     """The forecast of a row in us, and the names and texts in the code that ran for it.
 
-    Also in code that ran before in this process, as its results may be kept.
+    Code that ran earlier in this process counts too, as its results may be cached.
     """
 
     def called(frame: FrameType, event: str, arg: object) -> None:
@@ -125,9 +125,9 @@ def forecast_and_read(row: Row) -> tuple[float, frozenset[str]]:
 def in_processes(
     call: Callable[[Row], Any], rows: Mapping[int, Row], rule: str = ""
 ) -> Iterator[tuple[int, Any]]:
-    """What a call returns for each numbered row, in processes without its source and a rule.
+    """Calls a function of each row in processes that leave its source out, and switch a rule off.
 
-    A process takes ROWS rows.
+    Yields (number of the row, what the call returned). A process takes ROWS rows.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
@@ -165,7 +165,7 @@ def is_read(name: str, texts: Collection[str]) -> bool:
 def gain(
     number: Assumption | None, with_it: Mapping[str, float], without: Mapping[str, float]
 ) -> float:
-    """Points by which a rule lowers the mean error over the sources that it has not seen."""
+    """Percentage points by which a rule lowers the mean error over sources that it has not seen."""
     blind = [s for s in with_it if number is None or not number.is_fitted_on(s)]
     return float(np.mean([without[s] - with_it[s] for s in blind])) if blind else float("nan")
 
@@ -184,7 +184,7 @@ def line_of(
 
 
 def named_switches(named: Sequence[str]) -> dict[str, Assumption | None]:
-    """The rules and numbers of these names, all where none is named."""
+    """The rules and assumed numbers with these names; all if no name is given."""
     known = switches(assumptions())
     if unknown := sorted(set(named) - set(known)):
         raise ValueError(f"unknown rule {unknown[0]!r}; known: {sorted(known)}")

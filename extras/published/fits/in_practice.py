@@ -1,8 +1,8 @@
 """Trainings beside benchmarks: `python -m itercast.extras.published.fits.in_practice PARTS`.
 
-How many times as long as forecast the steps of each source took (geometric mean), the source left
-out of all that is fitted (PARTS is written by `itercast.extras.published.fits.machines`), by
-whether somebody trained a model or timed a benchmark (in_practice.yaml), and whether on text.
+Prints how many times as long as forecast the steps of each source took (geometric mean), by whether
+somebody trained a model or timed a benchmark (in_practice.yaml), and whether on text. The source is
+left out of all that is fitted (PARTS is written by `itercast.extras.published.fits.machines`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ the log factors (``itercast.compose.machines.state``), a multivariate t distribu
 
 and ``FREEDOM`` degrees, so that machines unlike all others do not decide. Spread, model and row
 maximise the likelihood with weak priors. A source counts as at most ``MACHINES`` machines, however
-many it measured. One number, found on sources left out, makes intervals cover what they should
-(``calibrated``).
+many it measured. One further number, fitted on left-out sources, scales intervals so that they
+cover 80 % (``calibrated``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Group:
     weight: float
 
     def covariance(self, spread: np.ndarray, model: float, row: float) -> np.ndarray:
-        """Of the log ratios of steps, as ``Machine`` has it."""
+        """Covariance of the log ratios of the steps, as in ``Machine``."""
         own = (self.j * spread**2) @ self.j.T + model**2 * self.same
         covariance: np.ndarray = own + row**2 * np.eye(len(self.y))
         return covariance
@@ -112,8 +112,7 @@ def left_out(steps: pd.DataFrame) -> dict[str, Spread]:
 def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
     """How machines differ by all steps, and by source without it, with intervals that cover.
 
-    Their ``deviates`` are the most that forecasts need, each source left out, after no anchor, one
-    or three.
+    ``deviates`` is the largest that left-out sources need, after no anchor, one or three.
     """
     without = left_out(steps)
     offs = [off for n in ANCHORS if len(off := forecasts(steps, without, n))]
@@ -126,7 +125,7 @@ def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
 
 
 def deviates(off: pd.DataFrame) -> float:
-    """Of these forecasts ``COVERED`` are within so many deviations; sources count alike."""
+    """How many standard deviations cover ``COVERED`` of these forecasts; sources count alike."""
     far = (off["log_ratio"] / off["deviation"]).abs().to_numpy(dtype=float)
     share = 1 / off.groupby("source")["source"].transform("size").to_numpy(dtype=float)
     order = np.argsort(far)
@@ -141,12 +140,12 @@ def forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> p
 
 
 def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFrame:
-    """Each machine's steps after ``count`` others: log(measured / forecast), its deviation.
+    """Each machine's steps after ``count`` anchors: log(measured / forecast) and its deviation.
 
     ``covered``: whether it is within the interval; ``half``: half the interval's width in log time;
-    ``loss``: what both ends lose as quantiles of 10 and 90 %, a tenth of their distance within.
-    Anchors are drawn at random: each step is one once where one is drawn; three are drawn as often
-    as there are steps. One that a forecast refuses as another configuration than stated is none.
+    ``loss``: quantile loss of both ends (10 and 90 %). Anchors are drawn at random: of one anchor
+    each step has its turn; of three as many draws are made as there are steps. Steps that a
+    forecast would refuse, as measured in another configuration than stated, are no anchors.
     """
     draw, found, sources = np.random.default_rng(0), [], list[str]()
     for group in groups_of(steps):
@@ -175,7 +174,7 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
 def _posterior(
     y: np.ndarray, covariance: np.ndarray, anchors: np.ndarray, rest: np.ndarray
 ) -> np.ndarray:
-    """Of ``rest`` after ``anchors``: what is left of log ratios, and deviations."""
+    """Remaining log ratios of the steps ``rest``, given ``anchors``, and their deviations."""
     variance = np.diag(covariance)
     anchors = anchors[np.abs(y[anchors]) <= MAX_DEVIATIONS * np.sqrt(variance[anchors])]
     shared, told = covariance[np.ix_(rest, anchors)], covariance[np.ix_(anchors, anchors)]

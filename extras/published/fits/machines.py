@@ -87,7 +87,7 @@ def _machine(row: Facts) -> str:
 
 
 def of_row(row: Facts) -> Row:
-    """A published step's model and ``derivatives``; or why there are none."""
+    """A published step's model and ``derivatives``, or the reason why there are none."""
     given = {name: value for name, value in row.items() if value == value and value is not None}
 
     def make() -> tuple[StepCapture, Target]:
@@ -183,8 +183,8 @@ def _parts(source: pd.DataFrame | Path, pool: Executor) -> pd.DataFrame:
 def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd.DataFrame:
     """Errors in % by source of forecasts that know ``count`` measured steps of the machine.
 
-    And in % how many errors are inside the interval (``covered``), its median half width in log
-    (``half``), and the mean loss of its ends (``with_anchors``).
+    Also the share in % of errors inside the interval (``covered``), its median half width in log
+    time (``half``), and the mean loss of its ends (see ``with_anchors``).
     """
     lines = {}
     for source, of_source in steps.groupby("source"):

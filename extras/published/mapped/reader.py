@@ -51,7 +51,7 @@ def read(source: Source, path: Path) -> Imported:
 
 
 def _tables(source: Source, file: Path) -> list[Table]:
-    """The first table that a file belongs to; for sheets, all whose section the file has.
+    """The first table of the source that a file belongs to; all sections of it for a sheet.
 
     A file is known by its name, or else by what it holds: all columns that a table needs.
     """
@@ -118,7 +118,7 @@ def _printable(value: Any) -> Any:
 
 
 def _unskipped(collector: RowCollector, cells: Cells, skips: tuple[Skip, ...]) -> pd.DataFrame:
-    """Lines that are not to be left out; the others are counted."""
+    """Lines that no ``skip`` leaves out; the others are counted."""
     for skip in skips:
         cells.refuse(_hit(cells, skip), cells.value({"text": skip.reason}))
     return _counted(collector, cells, cells.frame)

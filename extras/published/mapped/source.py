@@ -60,10 +60,11 @@ class Table:
     ``path``: a pattern whose named groups are columns. ``header``: the names of columns where the
     file has none. ``section``: the title of the part of a sheet. ``unpack``: a column of JSON
     objects whose keys become columns ``json.KEY``; ``named``: a column of names and one of values,
-    which become such columns too. ``joined``: a JSON file of YAML texts by name, the column that
-    has these names, and the key of a text whose values become such columns. ``parts``:
-    columns, each with a pattern whose named groups become columns, empty where the text does not
-    match. ``skip``: lines that no rule sees. ``leave_out``: why the files are not imported.
+    which become such columns too. ``joined``: (a JSON file that maps names to YAML texts, the
+    column with these names, a key of the texts); the values under that key become such columns.
+    ``parts``: columns, each with a pattern whose named groups become columns, empty where the text
+    does not match. ``skip``: lines that no rule sees. ``leave_out``: why the files are not
+    imported.
     """
 
     files: tuple[str, ...]

@@ -117,7 +117,10 @@ def _object(text: Any) -> Row:
 
 
 def _by_name(path: Path, key: str) -> dict[str, Row]:
-    """Plain values at a key of the YAML texts in a JSON file, by name; raises Unreadable."""
+    """Reads a JSON file that maps names to YAML texts: by name, the plain values under ``key``.
+
+    Raises Unreadable for other files; texts that are no YAML are left out.
+    """
     texts = read_json(path)
     if not isinstance(texts, dict):
         raise Unreadable("texts are not by name")

@@ -12,10 +12,10 @@ from itercast.extras.recommenders.models.dlrm import DenseDlrm
 
 
 class TablesDlrm(nn.Module):
-    """A DLRM that looks up some tables itself, in ``copies`` that every rank has; others elsewhere.
+    """A DLRM that looks up only some tables itself: those in ``copies``, which every rank has.
 
-    ``rows``: by number of such a table its rows; ``dtypes``: theirs, by default fp32. ``sizes``:
-    (features, bottom, tables, width, top) of ``DenseDlrm``, where tables are all there are.
+    ``rows``: their numbers of rows, by table number; ``dtypes``: fp32 by default. ``sizes``:
+    (features, bottom, tables, width, top) of ``DenseDlrm``, where ``tables`` counts all tables.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class TablesDlrm(nn.Module):
     def forward(
         self, dense: torch.Tensor, lookups: Sequence[Any], wait: Callable[[], dict[int, Any]] = dict
     ) -> torch.Tensor:
-        """(batch, features), lookups by table, and what returns other tables' vectors, to logits.
+        """Logits of dense features (batch, features), own lookups, and vectors of other tables.
 
-        A lookup is row numbers, starts of bags, and weights where there are any.
+        A lookup is row numbers, starts of bags, and weights if there are any, by table. ``wait``
+        returns the other tables' vectors.
         """
         found = {int(t): bag(*lookups[int(t)]) for t, bag in self.copies.items()}
         x = torch.relu(self.dense.bottom(dense))

@@ -163,7 +163,7 @@ class Forecaster:
 
 
 def left_us(lookup_us: Sequence[float], ranks_per_core: float) -> float:
-    """By how much the slowest rank is shorter, as ranks with fewer lookups leave it their cores.
+    """Time in us that the slowest rank gains because ranks with fewer lookups free their cores.
 
     Its forecast is as if all ranks shared the cores to its end. But they are busy only as long as
     the work of all takes, and a rank uses one core at most.

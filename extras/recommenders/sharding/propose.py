@@ -133,7 +133,7 @@ def _score(forecast: ShardingForecast) -> tuple[bool, float, float]:
 
 
 def _balanced(forecast: ShardingForecast, forecaster: Forecaster) -> list[Sharding]:
-    """The TRIED changes of a sharding whose fullest rank has the least load.
+    """The TRIED changes of a sharding that leave the least load on the fullest rank.
 
     Load is the time of lookups and updates, or bytes while the sharding does not fit the memory.
     """

@@ -33,7 +33,7 @@ VECTORS = ("send vectors", "send gradients")  # exchanges of sharded tables, of 
 def tables_elsewhere(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, cluster: Cluster
 ) -> tuple[StepCapture, ParallelPlan, Mapping[str, int]]:
-    """One rank's step, what is left of the plan, and bytes that a rank holds beside it.
+    """One rank's step, the rest of the plan, and bytes that a rank holds beside the step's.
 
     The rank is the one that spends most on its shards. Without ``shard`` the frozen tables, which
     are features of vertices, lie where ``tables`` says.
@@ -94,10 +94,10 @@ def _slowest_rank(
     rate: float,
     book: PriceBook,
 ) -> ShardedRank:
-    """The slowest rank under the sharding of a text in torchrec's form; greedy where it is None.
+    """The slowest rank under a sharding: ``text`` in torchrec's form, or greedy if it is None.
 
-    ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie;
-    ``codec``: how vectors travel, which changes no greedy sharding; ``alike``: see ``Lookup``.
+    ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie; ``codec``:
+    how vectors travel, which changes no greedy sharding; ``alike``: see ``Lookup``.
     """
     software = table_software(book)
     tables = as_stored(captured_tables(capture, alike), software)

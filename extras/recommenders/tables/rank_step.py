@@ -60,7 +60,8 @@ SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # of the gradients of several lo
 class RankStep:
     """Builds the step of one rank whose tables are looked up one after the other.
 
-    Calls that tables add have their part of the step as ``module``. ``row``: lookups in a row.
+    Calls that tables add have their part of the step as ``module``. ``row``: how many lookups
+    follow each other.
     """
 
     batched = False
@@ -180,12 +181,12 @@ def rank_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallsOfTables:
-    """The calls of a step that go with spread tables, and the places of what comes instead.
+    """Which calls of a step belong to spread tables, and where their replacements go.
 
-    ``storages``: tables and their gradients. ``pooled``: vectors that are looked up. Row numbers
-    are sent before call ``first``; ``joined`` is the first that reads a pooled vector. After
-    ``arrived`` the gradients of all pooled vectors are there, ``last`` is the last call of
-    backward; both are -1 without gradients.
+    ``storages``: tables and their gradients. ``pooled``: vectors that are looked up. As indices of
+    calls: before ``first`` row numbers are sent; ``joined`` is the first to read a pooled vector;
+    after ``arrived`` the gradients of all pooled vectors are there; ``last`` ends backward. The
+    last two are -1 without gradients.
     """
 
     numbers: set[int]

@@ -50,8 +50,8 @@ class ShardTime:
     """What a shard adds to its rank: its lookups, its update, and messages.
 
     The rank receives row numbers of the other ranks' samples and sends their pooled vectors; as
-    many bytes of gradients come back. Of a copy the gradients of all rows are summed over ranks.
-    ``sent_us`` has the rows fetched from other memory, too.
+    many bytes of gradients come back. For a copy of a table the gradients of all rows are summed
+    over ranks. ``sent_us`` includes rows fetched from other memory.
     """
 
     forward: tuple[PricedOp, ...]
@@ -137,7 +137,8 @@ class ShardTimes:
     def tiered(self, sharding: Sharding, state: float, limit_bytes: float) -> Sharding:
         """The sharding with tables moved to host memory until each GPU has room for the rest.
 
-        A step caches less of one table of the fullest rank: where that costs least per byte.
+        Each round shrinks the cache of one table on the fullest rank: the one where that costs
+        least time per byte.
         """
         listed, found = [t.table for t in self.tables], list(sharding)
         if self.book.gpu.pcie_bytes_per_s == 0:
@@ -154,7 +155,7 @@ class ShardTimes:
             found[best] = steps[best]
 
     def _per_byte(self, table: int, now: Placement, less: Placement) -> float:
-        """Time that a table's first shard takes more with a smaller cache, by byte of its rows."""
+        """Time that a smaller cache costs a table's first shard, per byte that it frees."""
         (a, *_), (b, *_) = self.placed(table, now), self.placed(table, less)
         row_bytes = self.tables[table].table.row_bytes
         return (self._fetched_us(b) - self._fetched_us(a)) / (

@@ -177,7 +177,7 @@ def table_work(
     on_cpu: bool,
     optimizer: str = "none",
 ) -> TableWork:
-    """The work of one rank; a message takes as long as the most that any rank sends or receives."""
+    """The work of one rank; messages are as large as the most that any rank sends or receives."""
     moved, spread = traffic(held, ranks), [(s, x) for s, x in held if not s.local]
     own = sum(s.rank == rank for s, _ in spread)
     cut = [(s.rows / x.table.rows, x) for s, x in spread if s.rows < x.table.rows]

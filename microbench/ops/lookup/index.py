@@ -51,8 +51,8 @@ def sweep() -> Iterator[IndexOp]:
 def _point(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp:
     """A point from sizes as the YAML file states them.
 
-    ``more``: slots of the source beside the ``size`` that are moved; ``overlap``: of windows, how
-    many hold one element.
+    ``more``: slots of the source beside the ``size`` moved ones. ``overlap``: for windows, how many
+    of them an element is in.
     """
     if more >= 0:
         fields["source"] = size + more

@@ -15,9 +15,10 @@ from itercast.microbench.ops.calls import answers_of
 class IndexOp:
     """One call that picks or places ``size`` of ``source`` slots, outer x size x inner elements.
 
-    ``source`` is the length of the indexed axis on the other side (the table of a gather, the
-    target of a scatter, the padded row, the result of a slice's backward, a mask); ``tensors`` are
-    joined by cat; ``k`` is topk's count or unfold's window.
+    A slot is an index of the indexed axis, with all elements there. ``source`` is the length of
+    that axis on the other side (the table of a gather, the target of a scatter, the padded row, the
+    result of a slice's backward, a mask); ``tensors`` are joined by cat; ``k`` is topk's count or
+    unfold's window.
     """
 
     op: str
@@ -116,7 +117,7 @@ def from_split(call: OpCall) -> IndexOp | None:
 
 
 def _whole_axis(call: OpCall, dim: int, **more: int) -> IndexOp | None:
-    """A call that moves all slots of an axis."""
+    """Describe a call that moves all slots of axis ``dim`` of its first argument."""
     x = call.args[0]
     outer, size, inner = _around(x.shape, dim)
     return _index_op(call, x.dtype, outer=outer, size=size, inner=inner, source=size, **more)
@@ -140,7 +141,10 @@ def from_narrow(call: OpCall) -> IndexOp | None:
 
 
 def _part_of_axis(call: OpCall, shape: Sequence[int], dim: int, part: TensorSpec) -> IndexOp | None:
-    """A call that moves a part of the slots of an axis of a tensor of this shape."""
+    """Describe a call that moves ``part`` of a tensor of this shape: some slots of axis ``dim``.
+
+    None where the tensor has no elements.
+    """
     outer, source, inner = _around(tuple(shape), dim)
     if min(outer, inner) < 1:
         return None

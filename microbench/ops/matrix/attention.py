@@ -75,7 +75,7 @@ def _fits(p: Attention) -> bool:
 def _call(
     heads: int, groups: int, length: int, lengths: str, kind: str, other: int, **fields: Any
 ) -> Attention:
-    """A call from sizes as the YAML file states them.
+    """A call whose sizes are stated as in the YAML file.
 
     ``groups``: query heads per key head, where they divide ``heads``; ``lengths``: self, cross
     (keys of length ``other``) or decode (one query); ``kind``: causal, masked or neither.
@@ -142,7 +142,7 @@ def bytes_moved(p: Attention) -> Values:
 
 
 def features(p: Attention, gpu: Gpu) -> dict[str, Numbers | str]:
-    """Lengths, heads, and blocks of 128 queries per core."""
+    """Lengths, heads, and how blocks of 128 queries fill the SMs."""
     blocks = p.batch * p.heads * np.ceil(p.q_len / 128)
     waves = blocks / gpu.sm_count
     return {

@@ -291,8 +291,9 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
 
     A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
     pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
-    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"). Rows are of NCHW:
-    on tensor cores, which run no depthwise convolution in TF32, they say nothing of NHWC.
+    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"). Rows are measured
+    in NCHW: on tensor cores, which run no depthwise convolution in TF32, they say nothing about
+    NHWC.
     """
     forward = replace(p, op="forward")
     in_fp32 = p.dtype == "tf32" and p.in_channels == p.groups  # as tensor cores run no depthwise
@@ -325,11 +326,11 @@ def _moved(p: Conv) -> int:
 
 
 def _over_forward(p: Conv, channels_last: bool) -> float:
-    """Time of a call over that of its forward: 1, or the sum over its gradients.
+    """Time of a call over that of its forward: 1, or the sum over the gradients it computes.
 
-    The input's takes longer where a stride leaves gaps in it (a transposed one has none), the
-    weights' as their few sums run over all pixels; in NCHW the more so the shorter the sums of the
-    forward are.
+    The input's gradient takes longer where a stride leaves gaps in it (transposed convolutions have
+    none). The weights' gradient takes longer as its few sums run over all pixels; in NCHW the more
+    so, the fewer terms an output of the forward sums.
     """
     if p.op == "forward":
         return 1.0

@@ -1,11 +1,9 @@
 """Describes recurrent networks (LSTM, GRU, plain) over all steps of a sequence as one op.
 
-Forward and backward. On a CPU that is an LSTM's layer in one direction, by oneDNN; a GRU runs there
-step by step in C++, which takes less than its ops do one by one from Python, and as in training:
-forward makes autograd's nodes. On a GPU cuDNN runs
-all layers and directions in one call. Input products, of all steps at once, are products like
-others; rows measure what is left, but for oneDNN's layers: the steps of one layer in one direction,
-of ``inputs`` 1.
+On a CPU one op is an LSTM's layer in one direction, by oneDNN; a GRU there runs step by step in
+C++. On a GPU cuDNN runs all layers and directions in one call. Input products, of all steps at
+once, are priced as other products; rows measure the rest: the steps of one layer in one direction,
+with ``inputs`` 1 (oneDNN's layers are measured whole).
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def features(p: Elementwise, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def from_call(call: OpCall) -> Elementwise | None:
-    """Describe any pointwise call: its largest tensor sets the size, the others the form."""
+    """Describe a pointwise call: its largest tensor sets the size, other tensors the form."""
     _, name, overload = call.op.split(".")
     inputs, exponent = call.tensors(), call.args[1] if len(call.args) > 1 else None
     op = known.canonical(name, overload, exponent)
@@ -264,7 +264,7 @@ def _strides(t: TensorSpec) -> tuple[int, ...]:
 
 
 def _run(t: TensorSpec) -> int:
-    """How many elements of the row-major order lie side by side in memory."""
+    """How many elements lie side by side in memory, in row-major order of the axes."""
     run = 1
     for n, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
         if n > 1 and step != run:

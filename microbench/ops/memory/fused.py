@@ -35,8 +35,8 @@ RESIDENT_BLOCKS: int = assumed(__file__, "resident_blocks")
 class Fused:
     """One kernel of ``ops`` ops over ``numel`` elements, and the bytes it reads and writes.
 
-    ``again_bytes``: what it reads a second time, as every output of a row needs all of the row: a
-    norm, a softmax, a division by a sum. ``row_bytes``: what it reads of one row.
+    ``again_bytes``: what it reads a second time, because an output needs a whole row first, as in a
+    norm, a softmax or a division by a sum. ``row_bytes``: what it reads of one row.
     """
 
     op: str = "fused"
@@ -163,8 +163,8 @@ def resize(p: Fused, factor: float, first_share: float) -> Fused:
 def fallback(p: Fused, measured: Measured) -> list[Part]:
     """A pass over memory at the rate of a pointwise kernel.
 
-    Rows that no longer are in the last cache are read a second time. All SMs together are at work
-    on RESIDENT_BLOCKS rows each: a row comes back after these.
+    Rows read twice come from memory again if the last cache no longer holds them: in between, each
+    SM reads RESIDENT_BLOCKS rows.
     """
     gpu = measured.gpu
     if gpu.kind == "cpu" or measured.seen("fused", p.op, p.dtype):

@@ -122,7 +122,7 @@ def _tensor_parallel(parameters: int) -> Make:
 
 
 def _loss(tensors: int, device: str) -> Pair:
-    """Cross entropy over logits cut by vocabulary, forward and backward."""
+    """Cross entropy over logits cut by vocabulary (loss_parallel), and over whole ones."""
     logits, labels = torch.randn(2, 4, 64, device=device), torch.arange(8, device=device)
     whole = logits.clone().requires_grad_()
     parts = distribute_tensor(logits, _mesh(device), [Shard(2)]).requires_grad_()

@@ -107,8 +107,9 @@ def network_rate(p: Point) -> Values:
 def ring_network_us(p: Point) -> Values:
     """Time of a message's bytes on the network, in us; 0 within a node.
 
-    Of a ring all GPUs of a node share the bytes that leave it, over all its NICs. Of an all_to_all
-    each GPU sends through its own share of the NICs what is for other nodes, of a send_recv all.
+    In a ring all GPUs of a node share the bytes that leave it, over all its NICs. In an all_to_all
+    each GPU sends what is for other nodes through its own share of the NICs; in a send_recv it
+    sends all bytes there.
     """
     local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
     rate = network_rate(p)
@@ -119,7 +120,7 @@ def ring_network_us(p: Point) -> Values:
 
 
 def network_us(p: Point) -> Values:
-    """Time of the bytes over the network: of an all_reduce by a tree, else ``ring_network_us``.
+    """Time of the bytes over the network in us: an all_reduce as a tree, others as a ring.
 
     A tree adds up within nodes first, so that nodes count, not ranks.
     """

@@ -119,8 +119,8 @@ def build(p: OptimizerOp, device: str) -> Workload:
 def lengths(p: OptimizerOp) -> list[int]:
     """Lengths of the tensors that ``build`` makes: about ``numel`` elements together.
 
-    Half of them are long; those that hold ``1 - aligned_frac`` of the elements are of odd length,
-    all others multiples of 4 where that leaves out few elements.
+    Half of the tensors are long. Some of the long ones, with ``1 - aligned_frac`` of the elements,
+    have odd lengths; all other lengths are multiples of 4, unless that changes ``numel`` much.
     """
     count = max(1, (p.tensors + 1) // 2)  # of long ones
     short = max(1, min(256, p.numel // p.tensors // 2))
