@@ -118,8 +118,12 @@ def assumes(forecasts: Sequence[Forecast]) -> str:
 
 
 def _distinct(forecasts: Sequence[Forecast], field: str) -> str:
-    """The distinct values of a field: the first two, and how many others there are."""
-    values = list(dict.fromkeys(filter(None, (str(getattr(f, field)) for f in forecasts))))
+    """The distinct values of a field: the first two, and how many others there are.
+
+    Left out are those that another one begins with, as what a node has and what lies beyond it.
+    """
+    found = dict.fromkeys(filter(None, (str(getattr(f, field)) for f in forecasts)))
+    values = [v for v in found if not any(other.startswith(f"{v},") for other in found)]
     others = [counted(len(values) - 2, "other")] * (len(values) > 2)
     return " or ".join([*values[:2], *others])
 

@@ -17,7 +17,7 @@ from itercast.compose.programs.samples import Batch
 from itercast.compose.target import step_dtype
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.stated import script_line
+from itercast.stated import assumes, script_line
 
 run = CliRunner()
 ON_H100 = "--gpu h100-sxm-80gb"
@@ -176,6 +176,13 @@ def test_a_table_of_throughput_says_the_command_that_repeats_it(here: Path) -> N
     assert again == first and first["question"]["seq"] == 64
     assert first["assumes"].count("no node named") == 1  # of two networks
     assert [cell["batch"] for cell in first["cells"]] == [4] * 4  # the case's own
+
+
+def test_a_node_is_told_once_for_forecasts_in_it_and_beyond() -> None:
+    """One, 8 and 16 GPUs of a node of 8: the last tells what the others have, and the network."""
+    plans = ("node=dgx-a100", "dp=8,node=dgx-a100", "dp=16,node=dgx-a100")
+    told = assumes([predict("mlp-s", gpu="a100-sxm-80gb", plan=plan) for plan in plans])
+    assert told.count("dgx-a100") == 1 and "nvlink among 8, 25 GB/s network beyond" in told
 
 
 def test_tables_of_many_gpus_take_the_batch_of_a_replica(here: Path) -> None:
