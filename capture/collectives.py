@@ -32,9 +32,9 @@ WRITTEN = ("output_tensors", "output_tensor", "output", "outputs", "output_lists
 class CollectiveCall:
     """A call of a collective, or of a message to one rank (kinds send and recv).
 
-    ``buffers`` hold the whole buffer; ``read`` and ``written`` are its tensors. ``ranks`` are those
-    of its group in order of their number; ``peer`` the other rank of a message. ``blocking``: the
-    stream that launches it waits for it.
+    ``buffers`` hold the whole buffer; ``read`` and ``written`` are the tensors that it reads and
+    writes. ``ranks``: of its group, in order; ``peer``: the other rank of a message. ``blocking``:
+    the launching stream waits for it.
     """
 
     kind: str

@@ -118,7 +118,7 @@ def one_of(*names: str) -> Read[str]:
 
 
 def some_of(*names: str) -> Read[str]:
-    """A reader of one of these names, or several joined by ``+``; returns them in this order."""
+    """A reader of one of these names, or several joined by ``+``; returns them in listed order."""
 
     def read(key: str, text: str) -> str:
         parts = text.split("+")

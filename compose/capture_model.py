@@ -53,7 +53,7 @@ class SizedModel:
         return self.facts.batch * self.facts.micro
 
     def settings(self, asked: Mapping[str, Any]) -> Row:
-        """Precision and optimizer of its step (amp, dtype, optimizer): as asked, else its own."""
+        """The step's precision and optimizer (amp, dtype, optimizer): as asked, else its own."""
         facts, dtype = self.facts, asked.get("dtype")
         amp = bool(asked.get("amp") or (facts.amp and not dtype))
         usual_dtype = "bf16" if amp else "fp32"

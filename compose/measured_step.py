@@ -72,7 +72,7 @@ class MeasuredStep(Measured):
 
     @property
     def run(self) -> str:
-        """A name of its run: model, plan without its node, sizes, dtypes."""
+        """A name of the run: model, plan without its node, sizes, dtypes."""
         target = self.target
         dtypes = sorted({t.dtype for call in self.step.calls for t in call.outputs})
         size = (self.step.samples, self.step.tokens)

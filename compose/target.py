@@ -29,7 +29,7 @@ from itercast.microbench.hardware.stack import load_stack
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
-    """The node that a plan names, with ``gpu`` in it, or None; ValueError where it has others."""
+    """The node that a plan names, or None; ValueError if it holds other GPUs than ``gpu``."""
     if not plan.node:
         return None
     node = load_node(plan.node)
@@ -54,7 +54,7 @@ def find_host(name: str, gpu: Gpu) -> HostMachine:
 
 
 def find_stack(name: str, gpu: Gpu) -> str:
-    """The software to forecast: the one named, else the usual one, on a CPU torch as measured."""
+    """The software to forecast: as named, else the usual one; on a CPU the measured torch."""
     if name:
         load_stack(name)  # or say which are known
         return name
@@ -99,7 +99,7 @@ class Target:
 
     @property
     def machine(self) -> Factors:
-        """The factors of the machine: of the one that is known, else of a typical one."""
+        """The machine's factors: as known, else a typical machine's."""
         if self.gpu.kind == "cpu":
             return NONE
         return (self.known or typical()).factors(self.model)
@@ -128,7 +128,7 @@ def find_target(
 ) -> Target:
     """The target by the names of its device, plan, bundle, host and software.
 
-    ``machine``: what measured steps told of it, also of the model of this name.
+    ``machine``: what measured steps said of the machine, and of ``model`` on it.
     """
     parsed = ParallelPlan.parse(plan) if isinstance(plan, str) else plan
     gpu = gpu_named(gpu) or gpu

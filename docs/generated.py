@@ -62,7 +62,7 @@ def commands() -> str:
 
 
 def _command(name: str, command: Any) -> str:
-    """A command: what it does, how it is called, a table of what it takes."""
+    """The text for a command: what it does, how it is called, a table of its options."""
     shown = [param for param in command.params if param.name != "help" and not param.hidden]
     given = [param for param in shown if param.param_type_name == "argument"]
     words = " ".join(_metavar(param) for param in given)

@@ -1,6 +1,6 @@
-"""How well forecasts rank the plans of a model, and what they choose.
+"""How well forecasts rank the plans of a model, and which plan they would choose.
 
-Compared are plans of one step of one model: of as many samples, on as many ranks.
+Only plans of the same step are compared: of one model, with equal samples and ranks.
 """
 
 from __future__ import annotations

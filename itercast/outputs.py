@@ -28,9 +28,9 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 
 def _try_writing(path: Path) -> None:
-    """Raise OSError where ``write_atomic`` could not write the path; writes nothing itself.
+    """Raise OSError if ``write_atomic`` could not write the path; writes nothing itself.
 
-    A regular file is replaced by one written beside it, so its folder has to be writable.
+    A regular file is replaced by a new file beside it, so its folder has to be writable.
     """
     if (stream := stream_of(path)) is not None:
         os.fstat(stream)

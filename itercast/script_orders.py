@@ -30,10 +30,10 @@ def script_order(
     stack: str = "",
     machine: KnownMachine | None = None,
 ) -> ScriptOrder:
-    """How a script, or a module by its name, runs as rank 0 of so many GPUs of these nodes.
+    """The order to run a script, or a module by its name, as rank 0 of so many GPUs.
 
-    With another text or other arguments it counts as another model, of which a measured step of
-    this one tells less; in another folder, or on another machine, it is the same.
+    A changed text or other arguments make it another model, of which measured steps of this one
+    tell less; in another folder, or on another machine, it stays the same model.
     """
     from itercast.compose.programs.scripts import ScriptOrder, digest, module_file
     from itercast.compose.target import find_target

@@ -134,9 +134,9 @@ def say_step(facts: Facts) -> None:
 
 
 def say(line: str, facts: Facts) -> None:
-    """Print what is forecast, what of it is unusual, and what is assumed, a line for each thing.
+    """Print what is forecast, what is unusual about it and what is assumed, one line each.
 
-    After it what is known of the machine, if anything is.
+    Lines on what is known of the machine follow, if anything is.
     """
     assumed, unusual = facts["assumes"].replace("; ", "\n  "), facts["unusual"]
     lines = [line, *(f"note: {x}" for x in unusual), assumed, *facts.get("machine", ())]

@@ -271,7 +271,7 @@ class ShippedTrees(Mapping[int, "xgb.Booster"]):
 
 
 def booster(raw: bytes) -> xgb.Booster:
-    """Trees from UBJSON; they predict on one thread."""
+    """Trees read from UBJSON, set to predict on one thread."""
     trees = xgb.Booster({"nthread": 1})
     trees.load_model(bytearray(raw))
     return trees

@@ -167,7 +167,7 @@ def load_held_out(folder: Path) -> pd.DataFrame:
 
 
 def with_others(held_out: pd.DataFrame, before: pd.DataFrame) -> pd.DataFrame:
-    """Held-out forecasts with those of ``before`` of other families."""
+    """Held-out forecasts, joined with those in the table ``before`` for other families."""
     if before.empty:
         return held_out
     others = before[~before["family"].isin(held_out["family"])]

@@ -16,7 +16,7 @@ LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
 
 
 def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
-    """The bundle at ``path``; else the newest local one with its rows; else one that ships."""
+    """The bundle at ``path``; else the newest local one with rows of this GPU, else a shipped."""
     if path is not None:
         return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu

@@ -141,7 +141,7 @@ def write_part(
 def write_card(folder: Path, facts: Facts | None = None) -> None:
     """Write card.yaml: facts, rows by status, SHA-256 of every part, machines that measured them.
 
-    Without ``facts`` they are those of the card that is there, else of the newest part.
+    Without ``facts``, the facts of the existing card are kept, else those of the newest part.
     """
     parts = sorted(folder.glob("part-*.parquet"))
     facts_of_parts = [part_facts(p) for p in parts]
@@ -172,7 +172,7 @@ def part_facts(path: Path) -> Row:
 def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[Row]:
     """Each host and GPU with rows in these parts, with its software and number of rows.
 
-    ``stated`` and ``columns``: of each part its facts, and the MACHINE columns of its rows.
+    ``stated``: facts of each part; ``columns``: the MACHINE columns of each part's rows.
     """
     machines: dict[str, Row] = {}
     for facts, rows in zip(stated, columns, strict=True):

@@ -42,10 +42,10 @@ LEAVE_OUT = "ITERCAST_LEAVE_OUT"  # environment variable: a source of measuremen
 class Assumption:
     """One assumed value, with its unit, where it comes from and where it holds.
 
-    ``fitted_on`` names the sources of measurements it was fitted on: errors on those sources are
-    not blind; nor are they on ``checked_on``, sources that it was compared with. A ``value`` may be
-    a number, a list or a table of numbers. ``without``: the value to take where these sources are
-    left out; None where there is none.
+    ``fitted_on`` names the sources of measurements that it was fitted on, and ``checked_on`` those
+    that it was compared with: errors on both are not blind. A ``value`` may be a number, a list or
+    a table of numbers. ``without``: the value to take if these sources are left out; None if there
+    is none.
     """
 
     module: str

@@ -22,7 +22,7 @@ def unknown(kind: str, name: str, known: Iterable[str], like: Sequence[str] = ()
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """All known names if they are few, else those that contain ``name``, else similar spellings."""
+    """Known names to suggest: all if few, else those with ``name`` in them, else similar."""
     by_spelling = {_plain(known_name): known_name for known_name in known}
     if len(by_spelling) <= MOST:
         return list(by_spelling.values())

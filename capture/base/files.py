@@ -94,7 +94,7 @@ def _is_open_as(path: Path, number: int) -> bool:
 
 
 def _print(stream: int, data: bytes) -> None:
-    """Write to an open file, after what Python still holds back for it."""
+    """Write to an open file, after flushing what Python has buffered for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     with open(os.dup(stream), "wb") as file:
@@ -107,7 +107,7 @@ def is_special(path: Path) -> bool:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Write beside a regular file, or one that is not there yet, then put it in its place."""
+    """Replace a file by writing a new one beside it and renaming that; also for a new file."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Remarks on a capture that its forecasts repeat: what was left out, what differs."""
+"""Remarks on a capture, repeated by its forecasts: what was left out or differs."""
 
 from __future__ import annotations
 

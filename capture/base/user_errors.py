@@ -58,7 +58,7 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """An error as one line: its class and first line, and ", because of" the same for its cause."""
+    """An error as one line: class and first line, then ", because of" and its cause likewise."""
     text = str(exc).strip()
     errors = QUOTED.findall(text) if "Traceback (most recent" in text else []
     line = f"{type(exc).__name__}: {(text.splitlines() or [''])[0]}"

@@ -80,7 +80,7 @@ def read_values(path: Path, what: str) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; ValueError, which says ``what`` it should be, for all else."""
+    """The mapping in a YAML file; ValueError, with ``what`` the file should be, for other files."""
     values = read_values(path, what)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping, a {what}")
@@ -114,7 +114,7 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """A plain value as one of type ``kind``, see ``made_of``; ``where``: what errors call it."""
+    """A plain value as one of type ``kind``, see ``made_of``; ``where``: its name in errors."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type):
         return value if isinstance(value, kind) else made_of(kind, value, where)

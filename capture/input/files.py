@@ -16,9 +16,9 @@ Opened = tuple[str, float]  # a path, and us of waiting from its opening to the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileGroup:
-    """Files of one ending and about one size: ``files`` and ``nbytes`` of an epoch.
+    """Files with one ending and about equal sizes: ``files`` and ``nbytes`` of an epoch.
 
-    ``waiting_us``: mean time that a batch waits for those of them that it reads.
+    ``waiting_us``: mean time per batch that is spent waiting for files of the group.
     """
 
     kind: str

@@ -109,10 +109,9 @@ class _Stages:
 
 
 def worker_times(batches: Sequence[BatchTime]) -> Batches:
-    """Times of batches that one worker makes and sends: it fetches one, then pickles it.
+    """Times of batches that one worker makes and sends: it fetches a batch, then pickles it.
 
-    CPU time of a worker's process from one fetch to the next, without the fetch, is sending:
-    the mean of this is added to each batch.
+    A worker's CPU time between two fetches is sending; its mean is added to each batch.
     """
     between_us = [
         batch.process_us - before.process_us - batch.cpu_us for before, batch in pairwise(batches)

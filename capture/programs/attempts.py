@@ -1,7 +1,7 @@
 """Attempts to capture ranks of a program, one after the other, and what is known after each.
 
-What a script leaves in its process, such as the registries of Hydra and absl, fails a second run:
-each of its attempts is a fork of a process in which no script ran (``in_fork``).
+A script cannot run twice in one process, as it leaves things such as the registries of Hydra and
+absl. So each attempt is a fork of a process in which no script ran (``in_fork``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Row = dict[str, Any]
 
 @dataclass(kw_only=True)
 class KnownRanks:
-    """The ranks captured so far of those ``wanted``, and what they sent each other.
+    """The ranks captured so far out of those ``wanted``, and the messages between them.
 
-    ``follows``: ranks that captured ones exchange messages with are wanted, too. ``repeats``:
-    micro-batches and layers that are like others are not run.
+    ``follows``: ranks that captured ranks exchange messages with are wanted, too. ``repeats``:
+    equal micro-batches and layers are repeated, not run.
     """
 
     wanted: list[int]

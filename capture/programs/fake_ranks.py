@@ -95,7 +95,7 @@ def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> It
             return new_group(*args, **{**kwargs, "backend": "fake"})
 
     def own_store(*args: Any, **kwargs: Any) -> Any:
-        """A store with what this rank sets; nobody sets more, so that it waits for nothing."""
+        """A store that never waits: only this rank sets keys."""
         store: Any = torch._C._distributed_c10d.HashStore()
         store.set_timeout(timedelta(milliseconds=1))
         return store
@@ -175,7 +175,7 @@ class Arriving:
         self.log, self.work, self.point, self.result = log, work, point, result
 
     def then(self, callback: Callable[[Any], Any]) -> Arriving:
-        """Run ``callback`` on a stream of its own beside that of the program."""
+        """Run ``callback`` on another stream than the program's, after the collective."""
         before, self.log.stream = self.log.stream, self.log.stream_of("then")
         self.log.wait(self.log.stream, self.point)
         result = callback(self)

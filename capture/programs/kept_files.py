@@ -2,9 +2,9 @@
 
 A file that the script writes to, replaces, moves or deletes is set aside in its folder, as
 ``.NAME.before-itercast``, and given back when the script ends; where its process was killed, by the
-one that started it (``give_back``). So is a folder that it deletes by ``shutil.rmtree``; one that
-it moves stays moved. Of what it writes into large files (``MOST_BYTES``) nothing is given back.
-Checkpoints that the script made are removed: they hold no data.
+one that started it (``give_back``). A folder that it deletes by ``shutil.rmtree`` is given back
+too; a folder that it moves stays moved. What it writes into large files (``MOST_BYTES``) stays
+written. Checkpoints that the script made are removed: they hold no data.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KeptFiles:
     def _keep(
         self, file: Any, holds_data: Callable[[str], bool], set_aside: Callable[[str, str], object]
     ) -> None:
-        """List a path, and the first time set aside what is there if it holds the user's data."""
+        """List a path; the first time, set the file aside if it holds the user's data."""
         if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))

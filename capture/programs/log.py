@@ -101,16 +101,16 @@ class ProgramLog(OpLog):
         self.foreach_event: tuple[str, int] | None = None  # of an update of lists of DTensors
 
     def reset(self) -> None:
-        """Forget what was launched so far; memory in use stays."""
+        """Forget the launches so far; memory in use stays counted."""
         super().reset()
         self.peak_bytes = self.least_bytes = self.live_bytes
         self.arrives = {}
 
     def storage(self, tensor: Any, number: int | None = None) -> int:
-        """The number of the memory behind a tensor; its bytes count until it is freed.
+        """The number of the memory behind a tensor, whose bytes count until it is freed.
 
-        Of a sparse tensor it is that of its values; on the meta device it has no bytes. ``number``:
-        for new memory, in place of the next free one.
+        For a sparse tensor it is the memory of its values; on the meta device it has no bytes.
+        ``number``: to use for new memory, instead of the next free number.
         """
         memory = values_of(tensor).untyped_storage()
         key = memory._cdata
@@ -294,7 +294,7 @@ class ProgramLog(OpLog):
         super().count_view(views=0 if self.compiled.number() else views)
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op, and log it as what it is: torch's own, FSDP's, a library's, a message."""
+        """Run an op, and log it as torch's own, FSDP's, a library's, or a message."""
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self._count_dispatch(func, types)
             return NotImplemented  # DTensor and others call us again with what they wrap

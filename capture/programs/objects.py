@@ -100,7 +100,7 @@ def _scattered(
     *args: Any,
     **options: Any,
 ) -> None:
-    """As ``scatter_object_list``: the rank that scatters gets its object, others get None."""
+    """As ``scatter_object_list``; the rank that scatters gets its object, other ranks get None."""
     own = dist.get_rank(options.get("group"))
     scatter_object_output_list[0] = (scatter_object_input_list or {own: None})[own]
 

@@ -254,7 +254,7 @@ class _Threads(ThreadPoolExecutor):
 def _threads_for_processes(package: str) -> Iterator[None]:
     """Let pools and managers of a package such as ``multiprocessing`` use threads.
 
-    All contexts become that of forks: locks of the others would start a process that tracks them.
+    All start methods become fork: locks of the others would start a tracker process.
     """
     context, dummy, managers, pool = (
         importlib.import_module(f"{package}.{name}")

@@ -93,7 +93,7 @@ class Script:
         return _lies_beside(self.path, file)
 
     def named(self, lines: Lines) -> str:
-        """FILE:LINE of the innermost of these lines that is the user's, else the innermost one."""
+        """FILE:LINE of the innermost line in the user's code, else of the innermost line."""
         own = [line for line in lines if self.owns(line[0])]
         innermost = (own or lines)[-1:]
         return "".join(f"{_short(file)}:{number}" for file, number in innermost)
@@ -225,7 +225,7 @@ def _run_until_enough_steps(
 
 
 def _refusal(exc: BaseException, done: int, script: Script, on_gpu: bool) -> RefusedError:
-    """The one line that says what of a script cannot be forecast, and where it is."""
+    """The one-line error: what in a script cannot be forecast, and on which line."""
     if isinstance(exc, SystemExit):
         return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
     where = _place(traceback.extract_tb(exc.__traceback__), script)

@@ -221,7 +221,7 @@ class Steps:
             self._waits()
 
     def _join(self, ended: Sequence[Step]) -> None:
-        """Merge steps into the one that runs: an earlier one of ``KINDS`` had ended them."""
+        """Merge steps that an earlier one of ``KINDS`` had ended into the running step."""
         for step in ended[::-1]:
             self.places |= step.places
             self.passes[:0] = step.passes

@@ -324,7 +324,7 @@ class Known:
         finalize(memory, self._overwritten.discard, memory._cdata)
 
     def _drop(self, tensor: Tensor, overwritten: bool) -> None:
-        """Forget a tensor's values; if its memory was ``overwritten``, also those that share it."""
+        """Forget a tensor's values; if ``overwritten``, those of tensors that share its memory."""
         fact = self.facts.pop(tensor)
         if overwritten and fact is not None and fact.values is not None:
             self._forget(fact.values)

@@ -133,7 +133,7 @@ def _reading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _storage_address(storage: torch.UntypedStorage) -> int:
-    """Where a storage lies: one without data at a place of its own, an empty one at 0."""
+    """The address of a storage: a made-up one if it has no data, 0 if it is empty."""
     if storage.device.type != "meta":
         return STORAGE_ADDRESS(storage)
     return storage._cdata if storage.nbytes() else 0

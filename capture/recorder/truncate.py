@@ -126,7 +126,7 @@ def _all_used(captured: StepCapture, order: Mapping[str, Sequence[int]]) -> bool
 
 
 def shorten_lists(model: torch.nn.Module, undo: ExitStack) -> Shortened:
-    """Shorten every outermost list of modules in which one stands for others; ``undo`` restores it.
+    """Shorten every outermost list of modules in which some stand for others; ``undo`` restores it.
 
     Modules are equal if their classes and parameter shapes are. A list stays whole if it lies
     inside a layer (``stages.2.blocks``), if it holds lists of several kinds, or if more than half

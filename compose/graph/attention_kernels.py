@@ -1,4 +1,4 @@
-"""Attention kernels: which one runs, and how long it takes relative to those that were measured."""
+"""Attention kernels: which one runs, and its time relative to the measured kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_attention_kernel(capture: StepCapture, stated: str) -> StepCapture:
 
 
 def has_unequal_widths(call: OpCall) -> bool:
-    """Whether it is attention whose values are of another width than its queries."""
+    """Whether a call is attention whose values have another width than its queries."""
     if call.op not in SDPA_OPS:
         return False
     query, _, value = call.args[call.op.endswith("backward") :][:3]

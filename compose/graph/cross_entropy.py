@@ -115,7 +115,10 @@ def _size(t: TensorSpec) -> tuple[int, int]:
 
 
 def _gradient_calls(calls: Sequence[OpCall], logits: set[tuple[int, int]]) -> list[OpCall]:
-    """The calls from the gradient of the labels' logits to that of all logits, casts left out."""
+    """The calls that turn gradients of label logits into gradients of all logits, without casts.
+
+    ``logits``: see ``_logits``.
+    """
     run = [calls[0]]
     for call in calls[1:]:
         if call.op == CAST or not any(_size(t) in logits for t in call.outputs):

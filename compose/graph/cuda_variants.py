@@ -56,8 +56,9 @@ def with_byte_masks(capture: StepCapture) -> StepCapture:
 def with_whole_networks(capture: StepCapture, cells: Collection[str] = CELLS) -> StepCapture:
     """Returns the step with one call for each pass of a recurrent network of these cells.
 
-    In forward it comes where the last call of those in its place was, after casts of its weights,
-    in backward where the first one was. The host has as many fewer views and autograd nodes.
+    In forward the new call takes the place of the last call that it replaces, after casts of its
+    weights; in backward that of the first. The host's views and autograd nodes are fewer
+    accordingly.
     """
     numbers = [n for n, facts in enumerate(capture.networks, 1) if cell_of(facts["op"]) in cells]
     passes: dict[int, list[int]] = {}  # number of a pass -> indices of its calls
@@ -123,7 +124,7 @@ def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> M
 
 @cached_by_identity
 def with_cuda_variants(capture: StepCapture, gpu: Gpu) -> StepCapture:
-    """Returns the step as a GPU runs it, from one ``with_byte_masks``.
+    """Returns the step as a GPU runs it; ``capture`` has gone through ``with_byte_masks``.
 
     Where the call that completes a parameter's gradient (``ready_after``) is removed, the last call
     kept before it takes its place.

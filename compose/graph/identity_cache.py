@@ -55,7 +55,7 @@ class Once:
         self._results: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, compute: Callable[[], R]) -> R:
-        """The result that is kept under this key, else that of ``compute``."""
+        """The result kept under this key; ``compute`` makes it the first time."""
         if key not in self._results:
             self._results[key] = compute()
         result: R = self._results[key]

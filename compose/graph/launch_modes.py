@@ -85,7 +85,7 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
 
 
 def engine_on(stack: str, engine: str) -> str:
-    """The engine of a step on a stack: one with kernels of its own fuses what is not compiled."""
+    """The engine of a step on a stack: if the stack has own kernels, these fuse eager ops."""
     if not stack_of_row(stack).own_kernels:
         return engine
     return {"eager": FUSED, "graph": FUSED_GRAPH}.get(engine, engine)

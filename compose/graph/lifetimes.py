@@ -35,7 +35,7 @@ SOFTMAX = "aten._softmax.default"
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Indices of the first call of a storage, its last one in forward and its last; its bytes."""
+    """Lifetime of a storage: indices of its first call, last call in forward, last call; bytes."""
 
     first: int
     last_forward: int

@@ -175,7 +175,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """A linear layer's product: index of its call, its weight's storage, its result."""
+    """A linear layer's product: index of its call, storage of its weight, its result."""
 
     number: int
     read: int  # storage of what it multiplies, before casts

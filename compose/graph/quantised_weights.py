@@ -1,8 +1,8 @@
 """Frozen linear layers whose weights are stored in 4 bits (QLoRA, arXiv:2305.14314).
 
-As bitsandbytes computes them: one kernel makes a matrix whole in the dtype of the other factor
-before each product that reads it, forward and backward, and nothing keeps it afterwards. The head
-and what is no linear layer of a block stay as they are.
+As in bitsandbytes, one kernel expands a matrix to the dtype of the other factor before each product
+that reads it, forward and backward, and the expanded matrix is then freed. The head, and all but
+the linear layers of blocks, stay as they are.
 """
 
 from __future__ import annotations

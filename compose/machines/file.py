@@ -22,7 +22,7 @@ OLDER = "; `itercast calibrate --iterations` makes files of older versions anew"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownMachine:
-    """What measured steps told of a machine with such GPUs; ``anchors``: these steps in words."""
+    """What measured steps say of a machine with these GPUs; ``anchors``: the steps in words."""
 
     gpu: str
     machine: Machine

@@ -53,7 +53,7 @@ def module_in_half(capture: StepCapture) -> StepCapture:
 
 
 def _updated_in_fp32(call: OpCall) -> OpCall:
-    """The call with its tensors in fp32, if it is one of the optimizer."""
+    """An optimizer's call with its tensors in fp32; any other call unchanged."""
     if call.phase not in ("optimizer", "zero_grad"):
         return call
     wide = (t for t in call.touched if t.dtype in HALF)

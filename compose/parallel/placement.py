@@ -87,7 +87,7 @@ class Cluster:
 
     @property
     def place(self) -> tuple[Node | None, int]:
-        """What prices of messages depend on beside groups: the node, and how many ranks share it.
+        """The node, and how many ranks share it: with the groups they decide prices of messages.
 
         The node itself, not its name, as files of one name may state other rates.
         """

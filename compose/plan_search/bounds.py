@@ -1,4 +1,4 @@
-"""Lower bounds of a plan's time: what its ranks compute, and what FSDP sends beside it."""
+"""Lower bounds of a plan's time, from its ranks' compute and the FSDP messages beside it."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
 
 
 def in_host_memory(search: Search, plan: ParallelPlan) -> ParallelPlan | None:
-    """The plan with its shards in host memory; None if a rule forbids it or they are already."""
+    """The plan with its shards in host memory; None if a rule forbids it or they are there."""
     if plan.zero < 3 or plan.offload or search.book.gpu.kind == "cpu" or plan.ep > 1 or plan.local:
         return None
     return replace(plan, offload="parameters")

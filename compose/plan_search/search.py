@@ -30,7 +30,7 @@ from itercast.compose.simulate.stages import uneven
 
 
 class Waiting(NamedTuple):
-    """A plan in the heap: a lower bound of its score, its number, and what to do with it next."""
+    """A plan in the heap: lower bound of its score, its number, and the next function to call."""
 
     bound: float
     number: int  # of equal bounds the first goes first
@@ -74,10 +74,10 @@ def shapes_of(search: Search, gpus: int, objective: str) -> Shapes:
 
 
 class BranchAndBound:
-    """Legal plans of a search: those that wait to be looked at closer, and the best so far.
+    """The legal plans of a search: a queue of those to look at closer, and the best so far.
 
-    A plan waits by the least score that it may have: first by the mean compute of its ranks, then
-    by what its schedule does in a row, then by its memory, too; at last it is simulated.
+    Plans queue in order of a lower bound of their score. The bound is refined in steps: mean
+    compute of the ranks, what the schedule does in sequence, memory; at last the plan is simulated.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class BranchAndBound:
             self.add(_legal(self.search, in_host_memory(self.search, plan)))
 
     def _simulate(self, rank: Rank) -> None:
-        """Simulate a plan and keep it if it is one of the best."""
+        """Simulate a plan; keep it if it is among the best."""
         simulated = self.search.simulated(rank)
         self.tried.append(simulated)
         self.best = sorted([*self.best, simulated], key=self._score)[: self.count]

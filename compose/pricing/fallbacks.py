@@ -1,4 +1,4 @@
-"""Finds by which other ops an op is priced on a device where no model has seen it.
+"""Finds the ops that price an op which no model has seen on a device (its fallback).
 
 Each family says so itself (``Family.fallback``); this module decides what counts as seen.
 """

@@ -290,10 +290,9 @@ def _price_layers(
     book: PriceBook,
     costs: Launches,
 ) -> Iterator[PricedLayer]:
-    """The layers in forward order; if a share of them recomputes, these are spread evenly.
+    """Yields layers in forward order; where a share of them recomputes, it is spread evenly.
 
-    The first op of a CUDA graph waits for the launch of all: its layer is counted once, and then
-    those equal to it.
+    The layer whose op waits for a CUDA graph's launch is apart from its equals.
     """
     not_recomputed, done = replace(plan, recompute="", recomputed=1.0), 0
     share = 1.0 if plan.recompute == "budget" else plan.recomputed

@@ -167,7 +167,7 @@ def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
 
 
 def update_bytes(calls: Iterable[Priceable]) -> float:
-    """Bytes that an optimizer's calls read and write; one by one or fused, as they are."""
+    """Bytes that an optimizer's calls read and write, whether one by one or fused."""
     return sum(
         float(FAMILY.bytes_moved(c.params)) if isinstance(c.params, OptimizerOp) else c.bytes_moved
         for c in calls

@@ -102,10 +102,10 @@ class PriceBook:
 
     @cached_property
     def contention(self) -> float:
-        """Slowdown of tasks of the device while they overlap (``timeline.simulate_shared``).
+        """Slowdown of tasks that overlap on the device (``timeline.simulate_shared``).
 
-        As measured (``sweep.contention``), else that of taking turns. That of compute and messages
-        on a GPU is ``beside``, unless its file states one.
+        It is measured (``sweep.contention``), else 2, for taking turns. A message and compute on a
+        GPU slow each other by ``beside`` instead, unless the GPU's file states a contention.
         """
         return self.gpu.contention or TAKING_TURNS
 

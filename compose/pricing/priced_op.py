@@ -84,7 +84,7 @@ class PricedOp:
     hidden_us: float = 0.0
 
     def over(self, n: float) -> PricedOp:
-        """Its mean over n steps, if only one of them has it: a message sent every n-th step."""
+        """The op's mean over n steps, if only every n-th step runs it, such as a message."""
         if n == 1:
             return self
         return replace(self, duration_us=self.duration_us / n, hidden_us=self.hidden_us / n)
@@ -142,7 +142,7 @@ class Priceable:
         return part.checked or (same and not by_fp8_rows)
 
     def run_by(self, gpu: Gpu) -> Priceable:
-        """The op as a GPU runs it: in fp32 where it has no TF32 units, or kernels of it none."""
+        """The op as a GPU runs it: in fp32 if it has no TF32 units, or no TF32 kernel for it."""
         if getattr(self.params, "dtype", "") != "tf32":
             return self
         without = self.family.without_tf32 if self.family is not None else ()
@@ -165,9 +165,10 @@ class Priceable:
         return float(flops_of(self.params)) / gpu.peak(self.params.dtype) if flops_of else 0.0
 
     def assumed_shares(self, parts: int, other_frac: float) -> AssumedShares:
-        """The assumption that ``other_frac`` of its time rests on, not on its own model.
+        """Names the assumption that a share ``other_frac`` of the op's time rests on.
 
-        ``parts``: how many ops price it; without any it is the roofline.
+        ``parts``: how many ops price it. 0: the roofline prices it, which rests on an assumed
+        overhead; else these may be other ops than its own, a fallback.
         """
         if not parts:
             return (("price_book.roofline_overhead_us", other_frac),)

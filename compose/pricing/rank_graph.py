@@ -165,9 +165,9 @@ class RankGraph:
         return calls, {x.name: x for x in split_layers(calls)}
 
     def before_fusion(self, layer: Layer) -> tuple[StepCapture, Layer]:
-        """The calls before fusion into kernels, and this layer, or one equal to it, among them.
+        """The calls before fusion into kernels, and this layer (or one equal to it) among them.
 
-        Kernels may lie across boundaries of layers: only calls tell what crosses and is saved.
+        Kernels may span layers: only single calls tell what crosses a boundary and what is saved.
         """
         calls, layers = self._apart
         names = [x.name for x in self.layers]
@@ -290,7 +290,7 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, cluster: 
 def partly_hidden(
     sent: PricedOp, share: float, beside: Sequence[PricedOp], book: PriceBook
 ) -> PricedOp:
-    """A message beside ``share`` of these ops' time: it takes the time that they leave."""
+    """A message that runs beside a ``share`` of these ops: only its exposed time is left."""
     beside_us = share * sum(op.duration_us for op in beside)
     if not beside_us:
         return sent
@@ -336,7 +336,7 @@ def _overlapped(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -
 
 
 def _products(i: int, calls: Sequence[OpCall], ops: Ops) -> list[PricedOp]:
-    """The products that read what collective ``i`` gathers, or the one that it scatters."""
+    """The products that read what collective ``i`` gathers, or that make what it scatters."""
     if calls[i].kwargs["kind"] != "all_gather":
         return [ops[i - 1]] if calls[i - 1].op in LINEAR_PRODUCTS else []
     return [ops[n] for n in _products_after(i, calls)]
@@ -358,7 +358,7 @@ def _beside(i: int, calls: Sequence[OpCall]) -> list[int]:
 
 
 def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
-    """The calls of a phase after collective ``i`` until one reads what it brings."""
+    """The calls of a phase from collective ``i`` up to the first that reads its result."""
     received = {t.storage for t in calls[i].outputs}
     for n in range(i + 1, len(calls)):
         other_phase = calls[n].phase != calls[i].phase

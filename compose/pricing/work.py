@@ -59,7 +59,7 @@ class Work:
         return total
 
     def over(self, n: float) -> Work:
-        """Their mean over n steps, if only one of them has them: ops that run every n-th step."""
+        """The mean over n steps of ops that only every n-th step runs."""
         if n == 1:
             return self
         shown = (replace(s, us=s.us / n, launch_us=s.launch_us / n) for s in self.steps)
@@ -90,9 +90,9 @@ def side_by_side_us(a_us: float, b_us: float, contention: float) -> float:
 class Step:
     """One op: its time on the compute lane, and the time that the host takes to launch it.
 
-    ``comm``: it is a collective that compute waits for. ``kernels``: it is launched in so many
-    equal parts, each of which starts as soon as it is launched. ``waits``: the host waits for its
-    end. ``phase``, ``nbytes`` and ``product`` are those of its ``PricedOp``.
+    ``comm``: it is a collective that compute waits for. ``kernels``: it is launched as this many
+    equal parts, each of which starts once it is launched. ``waits``: the host waits for its end.
+    ``phase``, ``nbytes`` and ``product``: as of ``PricedOp``.
     """
 
     us: float

@@ -52,8 +52,8 @@ class PricedRank:
     """A rank's launches in order; ``ops`` has None for marks, which take no time.
 
     ``matmul_s``: seconds of its matrix products at peak, without those that are recomputed.
-    ``more_bytes``: peak memory of compiled kernels over that of the ops that they stand for, which
-    a capture runs one by one; mostly < 0.
+    ``more_bytes``: peak memory of compiled kernels minus that of the single ops which a capture
+    runs instead; mostly < 0.
     """
 
     calls: tuple[OpCall, ...]
@@ -141,7 +141,7 @@ def product_dtypes(program: ProgramCapture, gpu: Gpu) -> list[str]:
 def _with_launches(step: StepCapture) -> StepCapture:
     """The step with the first op of each CUDA graph launched by the host (``graphed`` = 0).
 
-    The graph's other ops keep its number in ``graphed``: that one launch starts them too.
+    The graph's other ops keep its number in ``graphed``, as that one launch starts them too.
     """
     calls, last = [], 0
     for call in step.calls:
@@ -183,10 +183,10 @@ def cluster_of(
 
 
 def products_beside(calls: Sequence[OpCall]) -> dict[int, list[int]]:
-    """The products that run beside messages sent in parts (async tensor parallelism).
+    """For each storage that a partly sent message writes, storages written by products beside it.
 
-    By storage that a message writes, storages that these products write: they read what an
-    all_gather brings, or write what a reduce_scatter sends.
+    That is async tensor parallelism: the products read what an all_gather brings, or write what a
+    reduce_scatter sends.
     """
     readers, writers = defaultdict[int, list[int]](list), dict[int, int]()
     for i, call in enumerate(calls):

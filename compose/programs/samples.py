@@ -34,10 +34,10 @@ Groups = frozenset[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What all ranks take in a step, 0 where it is not known; ``own_samples``: what one takes.
+    """The samples and tokens of all ranks in a step, 0 if unknown; ``own_samples``: of one rank.
 
-    ``grouped``: ranks made a process group, else all is one rank's. ``note``: why it is not known,
-    or what counts as a sample.
+    ``grouped``: ranks made a process group; else one rank does all. ``note``: why a number is
+    unknown, or what is counted as a sample.
     """
 
     samples: float
@@ -193,7 +193,7 @@ def _rows(call: OpCall) -> int:
 
 
 def _passes_activations(calls: Sequence[OpCall], origins: Origins) -> bool:
-    """Whether a rank sends others what it computed in forward, before the last backward ends."""
+    """Whether a rank sends results of forward to others before the last backward ends."""
     last = max((i for i, c in enumerate(calls) if c.phase == "backward"), default=len(calls))
     sent = [c for c in calls[:last] if c.op == COLLECTIVE and c.phase == "forward"]
     return any(

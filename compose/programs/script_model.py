@@ -34,8 +34,8 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
     """The model that a script trains, and the step that it was found in.
 
     The script runs as one process; if it stops that way, as one of its ``world_size`` ranks.
-    ValueError in one line if no plan can be made for it. Captures are kept with the script's own;
-    new ones are made in the script's process, which ends with this context.
+    ValueError in one line if no plan can be made for it. Captures of the model are kept on disk
+    beside the script's; new ones are made in the script's process, which ends with this context.
     """
     order = replace(order, steps=2)  # the first one makes optimizer state
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def engine_of(calls: Sequence[OpCall]) -> str:
 
 
 class _Captures:
-    """Captures of the model that a script trains: kept ones, and new ones by its own process."""
+    """Captures of a script's model: kept ones from disk, new ones from the script's process."""
 
     def __init__(self, order: ScriptOrder, stack: ExitStack) -> None:
         self.order, self.key, self.stack = order, order.key(serve=True), stack

@@ -61,11 +61,11 @@ class CapturedScript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptOrder:
-    """Which script runs how, as rank 0 of ``world_size``.
+    """How to run a script as rank 0 of ``world_size``.
 
-    ``module``: its name, if it runs as ``python -m`` runs it; ``path`` is its file then. ``steps``
-    run, the last one is captured, within ``limit_s`` seconds; ``anew``: also where it was before.
-    ``tell`` is told what it does meanwhile.
+    ``module``: its name, if it is run as ``python -m`` does; ``path`` is then its file. It runs for
+    ``steps`` steps, of which the last is captured, or ``limit_s`` seconds; ``anew``: even if a
+    capture is kept. ``tell`` gets lines about its progress.
     """
 
     path: Path
@@ -156,7 +156,7 @@ def capturing(order: ScriptOrder, share: float = 1.0) -> Generator[None, None, C
 
 @contextmanager
 def fresh_path(key: str) -> Iterator[Path]:
-    """A path for a capture until it is kept; what is left there, and its ``.asked``, is removed."""
+    """A path for a capture until it is kept; files left there, ``.asked`` too, are removed."""
     folder = cache_folder("programs")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{key}-{os.getpid()}.json.gz"

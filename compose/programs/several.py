@@ -139,9 +139,9 @@ class _ByRanks:
 
 
 def _captured(orders: Sequence[ScriptOrder]) -> list[CapturedScript | ValueError]:
-    """Captures of scripts, which run beside each other where there are cores; or why there is none.
+    """Captures of scripts, or errors; scripts run side by side where there are cores.
 
-    They share the memory that one may take. One that needs more of it runs again by itself.
+    They share the memory that one may take. A script that needs more runs again by itself.
     """
     at_once = min(len(orders), os.cpu_count() or 1)
     captures = dict[int, CapturedScript | ValueError]()

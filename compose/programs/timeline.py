@@ -1,7 +1,7 @@
 """Simulates the ranks of a captured program together: hosts, streams, and messages between ranks.
 
 A collective among captured ranks is one task for all of them: it starts when the last one arrives.
-Ranks that were not captured do what one that was captured does, at the same time.
+A rank that was not captured does what a captured one does, at the same time.
 """
 
 from __future__ import annotations

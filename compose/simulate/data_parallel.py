@@ -102,7 +102,7 @@ class Strategy:
         return self.bucket_bytes == WHOLE_MODEL
 
     def of_gradients(self, message: Message) -> Message:
-        """A message of gradients, in fp32 where they are reduced in it."""
+        """The message, in fp32 if gradients are reduced in fp32."""
         if not self.in_fp32:
             return message
         wider = ITEMSIZE_BYTES[PRECISE] / ITEMSIZE_BYTES[message.dtype]

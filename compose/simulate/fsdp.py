@@ -82,7 +82,7 @@ class Unit:
 
     @cached_property
     def shards(self) -> tuple[int, int]:
-        """Bytes of a rank's shards of its parameters and of its gradients (``shard_bytes``)."""
+        """Bytes of a rank's shards: of parameters, and of gradients (``shard_bytes``)."""
         plan = self.rank.plan
         pairs = [shard_bytes(x.layer.dense, plan.shards, fp32=plan.amp) for x in self.layers]
         return sum(parameters for parameters, _ in pairs), sum(grads for _, grads in pairs)
@@ -180,8 +180,8 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     """Add the backward of one micro-batch under FSDP.
 
     ``scatter``: gradients are reduce-scattered after it; ``later``: they are added to those of
-    earlier micro-batches. A layer's gather is launched before the backward of the layer above, so
-    that it is ahead of that one's scatter; on a CPU, where nothing overlaps, after it.
+    earlier micro-batches. A layer's gather is launched before the backward of the layer above, and
+    so before that layer's scatter; on a CPU, where nothing overlaps, after it.
     """
     layers, strategy = list(reversed(program.rank.layers)), program.strategy
     sent, copies = _gathered_again(program, layers[:1])
@@ -236,8 +236,8 @@ def sharded_bytes(
 def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
     """Bytes of one rank's shard of a layer's parameters, and of its gradients, among ``ranks``.
 
-    ``fp32``: those with a gradient are kept in fp32, as mixed precision does. Frozen ones lie as
-    they are, in 4 bits too.
+    ``fp32``: parameters with a gradient are kept in fp32, as under mixed precision. Frozen ones
+    stay as they are, in 4 bits too.
     """
     all_bytes = layer.padded_bytes(ranks, trained=False) // ranks
     trained_bytes = layer.padded_bytes(ranks, trained=True) // ranks

@@ -1,7 +1,7 @@
 """Simulates an iteration under a plan: its time, its memory, and what each is spent on.
 
-Ranks that do the same are simulated once. What the others do are several lists of runs: one of each
-stage of a pipeline (``stage_rank``), or one of each kind of replica (``replicas``).
+Ranks that do the same are simulated once. Ranks that differ have a list of runs each: per stage of
+a pipeline (``stage_rank``), or per kind of replica (``replicas``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _on_slowest(
 ) -> Outcome:
     """Break a simulated step down on its slowest rank; its memory is that of the fullest rank.
 
-    ``ranks``: those of ``step``, with all layers; ``memories``: bytes of each, by purpose.
+    ``ranks``: of ``step``, with all layers; ``memories``: bytes of each rank, by purpose.
     """
     plan, totals, loads = ranks[0].plan, step.totals_us(), step.loads_us()
     micro = plan.microbatches

@@ -279,7 +279,7 @@ def finish_us(
 
 
 class _Times(NamedTuple):
-    """For each action, in us: its time, its message's, its end, and its message's arrival."""
+    """For each action, in us: its time, its message's time, its end, its message's arrival."""
 
     order: _Timing
     took: np.ndarray

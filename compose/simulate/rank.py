@@ -1,9 +1,9 @@
 """One rank of a plan: what it holds, and the tasks that its program puts on lanes.
 
-Lanes: host, compute, comm, that of messages among groups that shard, h2d and d2h for what is
-offloaded; parameters in host memory are updated on the host's. Ops between two points where lanes
-wait for each other are one task (``itercast.compose.pricing.work``): a step has about as many tasks
-as messages.
+Lanes: host, compute, comm, a second comm lane for messages among groups that shard, and h2d and d2h
+for offloading; parameters in host memory are updated on the host lane. Ops between two points where
+lanes wait for each other are one task (``itercast.compose.pricing.work``): a step has about as many
+tasks as messages.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Lanes:
         return len(self.tasks) - 1
 
     def _ready(self) -> tuple[int, ...]:
-        """The tasks that the next one on the lane waits for, on a CPU with those of its host."""
+        """The tasks that the lane's next task waits for; on a CPU the host's tasks too."""
         after, self.waits = self.done + self.waits, ()
         if self.on_cpu:
             after, self.host = after + self.host, ()
@@ -141,7 +141,7 @@ class Lanes:
                 self.done += (len(self.tasks) - 1,)
 
     def _op(self, op: Step) -> None:
-        """Add one op, as many tasks as it has kernels; its own host time lengthens it on a CPU."""
+        """Add an op, as one task per kernel; on a CPU its host time makes it longer."""
         self.comm_us += op.us if op.comm else 0.0
         slower = 1.0 if op.comm else self.ranks_per_core
         for _ in range(op.kernels):
@@ -192,7 +192,7 @@ class Lanes:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a stage: its layers in forward order, each as often as it is there.
+    """One rank of a stage: its layers in forward order, equal ones repeated.
 
     ``starts``: the layers at which its second and further virtual stages begin. ``kin``: how many
     ranks are like this one, if other kinds of ranks are simulated beside it; else 0.

@@ -81,7 +81,8 @@ class RankProgram(RankUpdate):
     def backward(self, *, later: bool, sync: bool) -> None:
         """Add the backward of one micro-batch; ``later``: not the step's first.
 
-        ``sync``: full buckets are reduced beside it, awaited and copied back at its end.
+        ``sync``: full buckets are reduced while it runs; at its end they are awaited and copied
+        back.
         """
         layers, later = self.rank.layers, later or self.rank.one_by_one
         if self.strategy.by_layer:

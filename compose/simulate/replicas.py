@@ -113,7 +113,7 @@ def _together(ranks: Sequence[Rank], alone: Sequence[Runs], crowding: float) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Ranks without a pipeline, one of each kind: what each runs beside the others, and alone."""
+    """Ranks without a pipeline, one per kind: the runs of each beside the others, and alone."""
 
     stages: Sequence[Rank]
     runs: Sequence[Runs]

@@ -79,7 +79,7 @@ class StageRuns:
 
 
 def stage_facts(rank: Rank) -> tuple[object, ...]:
-    """What beside its layers decides a stage's runs, as a key of caches."""
+    """What decides a stage's runs beside its layers, as a key of caches."""
     axes = ("shard", "replicate", "expert", "expert_shard", "expert_replicate")
     groups = (rank.cluster.groups[axis] for axis in axes)
     shared = (rank.book, rank.ranks_per_core, rank.cluster.place, rank.cluster.crossings)

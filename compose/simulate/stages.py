@@ -47,7 +47,7 @@ class Chunk:
 def chunks_of(rank: Rank) -> list[Chunk]:
     """The model's chunks of layers; plans with as many chunks share them.
 
-    The last one has copies of weights that it ties to those of the first, if on another rank.
+    The last chunk has copies of weights that are tied to the first chunk's, if on another rank.
     """
 
     def cut_into_chunks() -> list[Chunk]:

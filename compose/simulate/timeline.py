@@ -163,9 +163,9 @@ def simulate_shared(
 
     ``shared`` names the device of lanes that slow each other. While two tasks on lanes of a device
     run, each of them proceeds at 1/contention of its speed; durations are those of a task alone.
-    Contention, of all or by device, is 1 for ``simulate``, 2 for one core for both. That of compute
-    and a message which states it is the message's (``beside``). A task on several devices, or
-    beside several tasks, is as slow as by the worst of them.
+    ``contention``, one number or by device, is 1 if tasks do not slow each other, 2 if they share
+    one core. For compute and a message that states its own, the message's counts (``beside``). A
+    task on several devices, or beside several tasks, is slowed by the worst of them.
     """
     if isinstance(contention, float | int):
         contention = dict.fromkeys(shared.values(), contention)
@@ -214,7 +214,7 @@ def _at_shared_speed(
 def _contention(a: Task, b: Task, alike: float) -> float:
     """Slowdown of two tasks at once: what a message states ``beside`` compute, else ``alike``.
 
-    A message within a node and one between nodes use unlike links: neither slows the other.
+    A message within a node does not slow a message between nodes: they use different links.
     """
     if a.nodes and b.nodes and (a.nodes > 1) != (b.nodes > 1):
         return 1.0

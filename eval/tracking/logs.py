@@ -96,7 +96,7 @@ def dataset_input(
     rows: int,
     columns: Sequence[Mapping[str, str]] = (),
 ) -> DatasetInput:
-    """MLflow's dataset input of measured rows: where they are, and what they are used for."""
+    """An MLflow dataset input for measured rows: where they are, and what they are used for."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     dataset = Dataset(

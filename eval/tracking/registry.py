@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """The verdict in words, with what it rests on."""
+        """The verdict in words, with the numbers it rests on."""
         if self.word == FIRST:
             return "the first model of this device and family"
         if self.word == TOO_FEW:

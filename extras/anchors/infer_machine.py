@@ -127,7 +127,7 @@ def anchors_of(step: Measured) -> list[Anchor]:
     """A measured step beside its forecast; in two parts if its exposed messages were measured.
 
     ValueError if it must have been measured in another configuration. A part's share of the step is
-    the mean of its measured and its forecast one, so that both add up to 1.
+    the mean of its measured and forecast share, so that both add up to 1.
     """
     target, model = replace(step.target, known=None, model=""), step.target.model
     priced = step.forecast(target)
@@ -204,9 +204,9 @@ def misreading(step: Measured, target: Target, ratio: float) -> str:
 
 
 def _other_recomputation(step: Measured, target: Target) -> dict[str, float]:
-    """The log ratio by name, with full recomputation, or without that of the plan.
+    """The log ratio if the step recomputed fully, or not as planned, by a name for the change.
 
-    Empty where the plan cannot be run so, and for a script, which recomputes what it says.
+    Empty if the plan cannot run so, and for a script, which recomputes as it says.
     """
     if not isinstance(step, MeasuredStep):
         return {}
@@ -268,7 +268,7 @@ def _percent(half_width: float) -> str:
 
 
 def _fewer_replicas(asked: MeasuredStep) -> Iterator[MeasuredStep]:
-    """The step under its plan on fewer replicas: one, as many as a node holds, or two nodes."""
+    """Yields the step with its plan on fewer replicas: one, a node's worth, two nodes' worth."""
     target = asked.target
     plan, gpus_per_replica = target.plan, target.plan.world_size // target.plan.dp
     node = target.node.gpus_per_node if target.node else 8

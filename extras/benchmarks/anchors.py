@@ -1,8 +1,8 @@
 """What one measured step tells of others: `python -m itercast.extras.benchmarks.anchors FOLDER`.
 
 FOLDER holds files of measured steps, one a source, as ``--anchor`` takes them. Each step is
-forecast on a typical machine, and with one other step of its file on such a GPU as anchor: the next
-one of the same model, and the next one of another model.
+forecast on a typical machine, and with one anchor: the next step in its file on the same kind of
+GPU, once of the same model and once of another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well forecasts tell plans of one model apart: pairs of measured plans on as many ranks.
+"""How well forecasts tell plans of one model apart, by pairs of plans on equally many ranks.
 
 ``python -m itercast.extras.benchmarks.plan_pairs evaluation.json`` reads what ``itercast evaluate``
 wrote beside its report.

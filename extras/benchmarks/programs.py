@@ -89,7 +89,7 @@ def results(root: Path) -> list[tuple[CaseResult, CaseResult]]:
 
 
 def table_of(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> Table:
-    """Errors of programs and plans in %, beside those of measuring again."""
+    """A table of errors of programs and plans in %, beside retest errors."""
     heads = ("case", "plan", "measured ms", "program", "plan", "retest", "no model")
     title = "programs against the clock, errors in %"
     table = headed(title, *heads, texts=("case", "plan"), box=None)

@@ -93,7 +93,7 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
 
 
 def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:
-    """Write the corrected bundle to ``out``; returns its folder and that of the bundle it is of."""
+    """Write the corrected bundle to ``out``; returns its folder and the original's."""
     from itercast.extras.calibration.few_rows import calibrate_bundle
     from itercast.learners.known_bundles import find_bundle
     from itercast.learners.score_file import check_parameters

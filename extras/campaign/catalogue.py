@@ -73,7 +73,7 @@ class Model:
 def catalogue() -> list[Model]:
     """All models of catalogue.yaml in its order, then its cases of capture/cases.
 
-    Those have no ``kind`` and no sizes: ``Model.case`` takes them as they are.
+    Cases have no ``kind`` and no sizes: ``Model.case`` returns them unchanged.
     """
     models = []
     for kind, listed in FACTS["models"].items():
@@ -101,9 +101,9 @@ def _captured(chosen: EvalCase, batch: int, seq: int, dtype: str) -> Calls:
 
 
 def _updates(one: Calls, two: Calls, layers: int) -> Calls:
-    """The optimizer's calls for a model of so many layers, from those for one layer and for two.
+    """The optimizer's calls for ``layers`` layers, extrapolated from those for one and for two.
 
-    Sizes of a fused update are linear: those with one layer + (layers - 1) * those of a layer.
+    Sizes of a fused update are linear in the number of layers.
     """
     updates: Calls = Counter()
     of_one, of_two = ([c for c in calls if isinstance(c[1], OptimizerOp)] for calls in (one, two))
@@ -165,7 +165,7 @@ def drawn_points(
 
 
 def _near(name: str, points: Sequence[Point], rng: np.random.Generator) -> Point:
-    """A resized copy of one of these points, with half to twice its work; some get an odd size."""
+    """One of these points, resized to half to twice its work; some get an odd size."""
     point = points[int(rng.integers(len(points)))]
     factor, first_share = float(np.exp2(rng.uniform(-1, 1))), float(rng.random())
     point = families()[name].gpu_sweep.resize(point, factor, first_share)

@@ -1,1 +1,1 @@
-"""Checkpoints of layers, and what those of ``recompute=budget`` save."""
+"""Checkpoints of layers, and their choice of what to save under ``recompute=budget``."""

@@ -1,4 +1,4 @@
-"""Searches what a layer saves under ``recompute=budget``: most time within so many bytes."""
+"""Chooses what layers save under ``recompute=budget``: most time saved within so many bytes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def log_ratios(
 
 
 def _iterations(first: Path, second: Path, root: Path) -> Iterator[Comparison]:
-    """Compare on iterations that both forecast, by GPU; those of one model count as one shape."""
+    """Compare on iterations that both bundles forecast, by GPU; one model is one shape."""
     for gpu, part in measured_rows(root, None).groupby("gpu"):
         results = {
             side: compare_all(part, folder) for side, folder in ((ONE, first), (OTHER, second))

@@ -49,7 +49,7 @@ class Change:
 def changes(
     model: Any, asked: Facts, on_progress: Callable[[str], None] = lambda name: None
 ) -> list[Change]:
-    """Forecasts each change and returns them by what they gain, most first.
+    """Forecasts what each change gains; returns them sorted, the largest gain first.
 
     ``model`` and ``asked`` (the other arguments) are those of ``predict``. Changes that cannot be
     forecast (no such kernels, no such unit, too few samples) are left out. ``on_progress`` is told

@@ -20,8 +20,8 @@ from itercast.learners.features.table import columns
 class HotOp:
     """Equal calls of an op in one iteration of a rank: how long they take and what limits them.
 
-    ``time_us`` is of all ``calls``. ``bound``: memory or compute, by which of them the roofline
-    gives the longer time; ``roofline_frac`` is that time over the forecast one.
+    ``time_us`` is the time of all ``calls``. ``bound``: memory or compute, whichever takes longer
+    in the roofline; ``roofline_frac``: roofline over forecast time.
     """
 
     op: str

@@ -74,7 +74,7 @@ class ChunkOrder:
 def measure(order: ChunkOrder) -> Plain:
     """Measure a chunk and send its parts; returns how it ended, on which machine, with what rows.
 
-    A GPU of another name than the plan says, or that others use, measures nothing.
+    Nothing is measured on a GPU of another name than the plan says, or that others use.
     """
     chunk = order.chunk
     if order.device == "cpu" and hasattr(os, "sched_setaffinity"):

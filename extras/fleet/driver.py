@@ -120,7 +120,7 @@ class Driver:
         return ends
 
     def _ask_nodes(self) -> None:
-        """Learn which nodes have begun chunks, so that these continue there."""
+        """Ask which nodes have begun chunks, so that these chunks continue there."""
         ask = self.ray.remote(begun_chunks)
         node_of_task = {}
         for node in self._alive():

@@ -109,7 +109,7 @@ def build(p: Sparse, device: str) -> Workload:
 
 
 def _matrix(p: Sparse, device: str) -> Tensor:
-    """The sparse matrix; a csc one is a transposed CSR one, as a backward has it."""
+    """The sparse matrix; csc is made as a transposed CSR matrix, as in a backward."""
     shape = (p.cols, p.rows) if p.layout == "csc" else (p.rows, p.cols)
     place = _places(p, device)
     row, col = place // p.cols, place % p.cols

@@ -145,7 +145,7 @@ def flops(p: Pooling) -> Numbers:
 
 
 def bytes_moved(p: Pooling) -> Numbers:
-    """One side read and the other written once, plus int64 indices of winners where it has them."""
+    """One side read, the other written once; int64 indices of maxima if there are any."""
     planes = 1.0 * p.batch * p.channels
     pixels = 1.0 * p.h * p.w + p.out_h * p.out_w
     winners = np.where(_is(p, INDEXED), 8.0, 0.0) * p.out_h * p.out_w

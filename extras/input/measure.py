@@ -199,7 +199,7 @@ def _said(exc: BaseException) -> str:
 def main(order: str, result: str, what: str = "loader", measure: Measure = measure_lane) -> int:
     """Measure the loader that an order names and write its lane to ``result``; returns 0.
 
-    Returns 2 after one line on stderr where that fails; ``what``: the word for the loader there.
+    Returns 2 after one line on stderr where that fails; ``what``: how that line calls the loader.
     """
     settings, alive = json.loads(order), Path(f"{result}.alive")
     name = settings["loader"]

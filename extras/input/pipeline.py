@@ -76,7 +76,7 @@ class Fed:
 
 
 def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
-    """Simulate a loop over the loader with so many workers on a host with so many cores for it."""
+    """Simulate a loop over the loader with ``workers`` workers, on ``cores`` cores of the host."""
     if workers > MOST_WORKERS:
         raise ValueError(f"workers {workers}; allowed are 0 to {MOST_WORKERS}")
     if workers and not lane.worker.wall_us:
@@ -114,7 +114,7 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
 
 
 def crowding(lane: InputLane, workers: int, cores: float) -> float:
-    """CPU time of a batch beside other workers over that beside none, between measured points."""
+    """CPU time of a batch with this many workers over that with one, interpolated."""
     if lane.crowd < 2 or workers < 2:
         return 1.0
     share = (min(workers, cores) - 1) / (lane.crowd - 1)

@@ -1,4 +1,4 @@
-"""Starts a measurement, and ends it and all its workers when it hangs or dies."""
+"""Starts a measurement in a process; ends it and its workers when it hangs or dies."""
 
 from __future__ import annotations
 

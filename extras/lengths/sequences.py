@@ -184,7 +184,7 @@ def _packed(
 def _fill(
     known: np.ndarray, rng: np.random.Generator, count: int, context: int
 ) -> list[tuple[int, int, int]]:
-    """Fill so many rows, one after the other: (tokens, sum of squares, sequences) of each."""
+    """Fill ``count`` rows in turn; returns (tokens, sum of squares, sequences) of each."""
     found = list[tuple[int, int, int]]()
     left = np.empty(0, dtype=int)
     while len(found) < count:

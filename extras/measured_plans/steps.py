@@ -258,7 +258,7 @@ def _cuts(model: Any, sp: bool) -> Row:
 
 
 def _optimizer(parameters: Sequence[torch.Tensor], settings: StepSettings) -> Any:
-    """An optimizer with a group for DTensors and one for other tensors: foreach cannot mix them."""
+    """An optimizer with one group for DTensors and one for plain tensors, as foreach needs."""
     from torch.distributed.tensor import DTensor  # lazy, as above
 
     kinds = [[p for p in parameters if isinstance(p, DTensor) == k] for k in (True, False)]

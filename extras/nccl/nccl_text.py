@@ -193,9 +193,10 @@ def version(code: int) -> str:
 
 
 def _row(log: Log, at: int, words: Sequence[str], kind: int) -> None:
-    """Add the times of one line, at the positions that the table's head states.
+    """Add the times of a line of the table, in the columns that its head names.
 
-    If its rates are not size / time, or it has more words than the head, parts are lost: no row.
+    ``at``: the line's number; ``kind``: the index of the dtype among its ``words``. A line is left
+    out if its rates are not size / time, or if it has more words than the head: parts are lost.
     """
     tail = words[kind + 1 :]
     size = whole(words[_first(log, words, kind)])

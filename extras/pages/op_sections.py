@@ -99,7 +99,7 @@ def software_sections(ops: pd.DataFrame) -> list[Section]:
 
 
 def learner_section(fit: Facts) -> Section:
-    """Our models beside other learners on the same rows."""
+    """Our models' errors beside other learners', on the same rows."""
     order = sorted(fit, key=lambda name: -fit[name]["learners"][BLEND]["median_ape_pct"])
     learners = dict.fromkeys(learner for entry in fit.values() for learner in entry["learners"])
     medians = {

@@ -24,7 +24,7 @@ def write_forecasts(
 ) -> None:
     """Write rows in dataset form, with the columns of ``Bundle.price`` added, to a Parquet file.
 
-    ``among``: the column ``stack`` becomes the one of these whose forecast is the shortest.
+    ``among``: software names; the column ``stack`` becomes the one whose forecast is the shortest.
     Hardware is that of ``gpus``, else the bundle's, else a hardware file's; ValueError names a GPU
     that none of them has.
     """

@@ -1,7 +1,7 @@
-"""Leave one source out: what forecasts still rest on, and errors without it beside those with it.
+"""Leaves one source out: which forecasts still rest on it, and errors without it and with it.
 
-A source is whoever published measurements. Its rows are left out of training, and every assumption
-fitted on it takes the value that it would have without
+A source is whoever published measurements. Its rows are left out of training, and assumptions that
+were fitted on it take the values that they would have without it
 (``itercast.capture.base.assumptions.leaving_out``).
 """
 

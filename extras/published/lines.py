@@ -178,7 +178,7 @@ def model_lines() -> tuple[ModelLine, ...]:
 
 
 def _facts(kind: str) -> Iterator[Row]:
-    """The facts of each line, with those of its group."""
+    """The facts of each line, merged with those of its group."""
     for group in facts_of(__file__)[kind]:
         for name, own in group.pop("lines").items():
             facts = {**group, "name": name, **(own if isinstance(own, dict) else {"rows": own})}

@@ -63,8 +63,8 @@ class SparseUpdate:
     """One step of the optimizer ``op`` on a (rows, dim) table with a gradient of ``lookups`` rows.
 
     ``skew``, ``repeats``, ``unique`` and ``reuse`` are those of the index stream, see
-    ``itercast.extras.lookups.random_streams``. ``tables``: as many equal tables are updated
-    one after the other; all else is that of one of them, and so is the time.
+    ``itercast.extras.lookups.random_streams``. ``tables``: so many equal tables are updated one
+    after the other; all other fields, and the time, are of one table.
     """
 
     op: str

@@ -43,10 +43,9 @@ def measured_environment(name: str, seconds: float, limit_s: float) -> InputLane
 def measure_environment(name: str, seconds: float, alive: Alive) -> InputLane:
     """The lane of an environment, a batch being one step: alone, and in one and in many processes.
 
-    ``worker``: a step and what sending its observation takes; ``receive_us``: time of the policy's
-    process for a worker's message. Stages: what that process takes for an observation
-    (``observation``), and what it waits for a message (``waking``), from messages of one and of
-    ``SEVERAL`` environments.
+    ``worker``: time of a step and of sending its observation; ``receive_us``: time of the policy's
+    process per message. Stages are that process's time per observation (``observation``) and its
+    wait per message (``waking``), from messages of one and of ``SEVERAL`` environments.
     """
     make = attribute(name)
     if not callable(make):
@@ -80,7 +79,7 @@ def measure_environment(name: str, seconds: float, alive: Alive) -> InputLane:
 
 
 def observations(environment: Any) -> Iterator[Any]:
-    """Step at random, endlessly; where an episode ends its observation is that of the next one."""
+    """Step at random, endlessly; an episode's end yields the next one's first observation."""
     if lacking := [name for name in NEEDED if not hasattr(environment, name)]:
         kind = type(environment).__name__
         raise LoaderError(f"returns a {kind}, which has no {lacking[0]}; allowed is {ENVIRONMENT}")

@@ -48,7 +48,7 @@ class ActorCritic(nn.Module):
 
 
 def experience(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """What rollouts gathered: observations, bytes where they are images, and what PPO needs."""
+    """What rollouts gathered: observations (bytes for images), and what PPO needs besides."""
     shape = (batch, *sizes["shape"])
     images = len(sizes["shape"]) > 1
     seen = torch.randint(0, 256, shape, dtype=torch.uint8) if images else torch.randn(shape)

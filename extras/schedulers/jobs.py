@@ -146,9 +146,9 @@ def _job(line: str, rates: Rates, cluster: Mapping[str, int]) -> Job:
 
 
 def _speeds(kind: str, steps: int, rates: Rates) -> dict[tuple[str, int], float]:
-    """Share of a job per second by kind and number of GPUs, of all batches of its model.
+    """Share of a job done per second, by kind and number of GPUs, with its best batch.
 
-    ``steps``: those of one replica, all its samples being steps * batch.
+    ``steps``: of one replica, so that the job has steps * batch samples.
     """
     model, batch = _model(kind)
     speeds = dict[tuple[str, int], float]()

@@ -70,7 +70,7 @@ def plan_trace(rank: Rank, optimizer: str) -> Trace:
 
 
 def _name(plan: ParallelPlan, stage: int, i: int, alike: int, shown: int) -> str:
-    """A rank's name, with its stage and how many do as it does."""
+    """A rank's name, with its stage and the number of ranks that do the same."""
     where = f", stage {stage}" if plan.pp > 1 else ""
     others = f", as {alike - 1} others" if shown < alike else ""
     return f"rank {stage * alike + i}{where}{others}"
@@ -91,7 +91,7 @@ Slices = list[tuple[str, Span, int]]
 
 
 def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent]]:
-    """By stage its runs and its schedule, and the messages between stages."""
+    """For each stage its runs and its schedule; and the messages between stages."""
     plan = found.plan
     actions, messages = action_spans(plan.schedule, found.times, plan.pp, plan.microbatches)
     ends = finish_us(plan.schedule, found.times, plan.pp, plan.microbatches)

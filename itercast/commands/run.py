@@ -230,7 +230,7 @@ def _facts(name: str, row: ScriptForecast) -> dict[str, Any]:
 
 
 def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
-    """Lines for the user: what was forecast, what of it is unusual, and what is assumed.
+    """Lines for the user: what was forecast, what is unusual about it, and what is assumed.
 
     ``rows``: the same script on several GPUs.
     """

@@ -335,7 +335,7 @@ def surely_fits(reports: Sequence[Forecast]) -> str:
 
 
 def add_parts(table: Table, forecast: Forecast) -> None:
-    """Add what bounds a forecast, its parts, which add up to it, and messages beside compute."""
+    """Add rows: what bounds a forecast, its parts, and messages that run beside compute."""
     from itercast.compose.time_parts import NAMES, limits_in_words, time_parts
 
     table.add_row("bound by", limits_in_words(forecast))

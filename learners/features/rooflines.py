@@ -49,9 +49,10 @@ def rates_by_row(p: Point, rate: Callable[[str], float]) -> np.ndarray:
 
 
 def achieved_rate(gpu: Gpu, dtype: str) -> float:
-    """FLOP/s that large products achieve on a GPU, as its file states, or as others' files do.
+    """FLOP/s that large products achieve on a GPU, by its file or by other GPUs' files.
 
-    Where it does not, of the dtype that is as slow (SAME_SLOWDOWN); else peak / USUAL_SLOWDOWN.
+    If its file states none, the rate of an equally slow dtype is taken (SAME_SLOWDOWN), else peak /
+    USUAL_SLOWDOWN.
     """
     same = SAME_SLOWDOWN.get(dtype, "") if dtype in gpu.peak_flops_per_s else ""
     for stated in (dtype, same):

@@ -187,9 +187,9 @@ def cross_fit(train: Table, options: Options) -> CrossFit:
 
 
 def refit(table: Table, options: Options, crossed: CrossFit) -> Ensemble:
-    """Fit the final model on all rows, with what cross-validation found.
+    """Fit the final model on all rows, with the settings that cross-validation found.
 
-    That is the number of trees, and the smooth model's weight (``share``) beside them.
+    These are the number of trees, and the weight of the smooth model (``share``).
     """
     settings, rounds = _with_new_columns(crossed.process, table), crossed.rounds
     return Ensemble(

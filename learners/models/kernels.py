@@ -18,7 +18,7 @@ NOISE = assumed(__file__, "noise")  # standard deviation of a measurement's log 
 class StatedKernel:
     """A Gaussian-process kernel that a family's file specifies, so that it is not learned.
 
-    ``columns`` of x are its inputs.
+    ``columns``: the columns of x that are its inputs.
     """
 
     columns: tuple[int, ...]

@@ -80,7 +80,7 @@ class _Reader:
         return value
 
     def _value(self, depth: int) -> Any:
-        """The value that begins here; ``depth``: in how many others it lies."""
+        """The value that begins here; ``depth``: how many other values it is inside of."""
         _require(depth < MAX_DEPTH, "nested too deep")
         marker = self.raw[self.at]
         self.at += 1

@@ -62,7 +62,7 @@ def _agrees(stated: Name, file: Name) -> bool:
 
 
 def fitting(text: str) -> list[str]:
-    """Hardware files that a name fits: one of exactly that name, else the usual ones first."""
+    """Hardware files that a name fits: only the file of exactly that name, else the usual first."""
     stated = parse(text)
     files = by_model().get(stated.model, {})
     fits = [file for file, name in files.items() if _agrees(stated, name)]

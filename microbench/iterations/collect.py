@@ -160,7 +160,7 @@ def _write_failure(order: IterationOrder, culprit: Iteration, code: int) -> None
 def _run(
     order: IterationOrder, before: int, progress: Progress, grace_s: float
 ) -> tuple[str, int, int]:
-    """Run one process or group of ranks: how it ended, its exit code, iterations finished."""
+    """Run a process or a group of ranks; returns how it ended, exit code, iterations finished."""
     on_gpu = order.device == "cuda"
     printed = order.printed if on_gpu else None
     process = start_ranks(

@@ -204,7 +204,7 @@ class BuiltApart:
         return rows
 
     def _answer(self) -> Any:
-        """What the fork sends; SystemExit with its code where it failed, as it said why."""
+        """The fork's answer; SystemExit with its exit code if it failed, as it said why."""
         try:
             return self.pipe.recv()
         except EOFError:

@@ -37,7 +37,7 @@ _running: dict[str, tuple[object, _Server]] = {}  # by module, with what it may 
 class Fork:
     """A call of ``main(*arguments)`` of a module in a process of its own, which leads its session.
 
-    It runs in this folder, with the environment of now. ``pid`` is 0 until it has started,
+    It runs in the current folder, with the current environment. ``pid`` is 0 until it has started,
     ``returncode`` None until it has ended: what ``main`` returned, or -N where signal N ended it.
     """
 
@@ -57,7 +57,7 @@ class Fork:
             os.close(status_pipe)
 
     def poll(self, wait_s: float | None = 0) -> int | None:
-        """How it ended, None while it runs."""
+        """Returncode of the call; None while it runs, after waiting up to ``wait_s`` seconds."""
         while self.returncode is None and select.select([self._status], [], [], wait_s)[0]:
             message = os.read(self._status, NUMBER.size)
             number = NUMBER.unpack(message)[0] if message else -signal.SIGKILL  # with its server
@@ -69,7 +69,7 @@ class Fork:
         return self.returncode
 
     def end(self) -> None:
-        """Kill the process and its group; one that has ended has taken its group along."""
+        """Kill the process and its group, unless it has ended, which ends the group too."""
         if self.poll() is None:
             if self.pid:
                 try:
@@ -139,7 +139,7 @@ def _serve(main: Callable[..., int], requests: socket.socket) -> None:
 
 
 def _watched(main: Callable[..., int], request: int, out: int, err: int, status_pipe: int) -> int:
-    """Fork the call's process; tell its number, wait, kill its group, tell how it ended."""
+    """Fork the call's process, report its number, wait, kill its group, report how it ended."""
     pid = os.fork()
     if pid == 0:
         os.close(status_pipe)

@@ -1,4 +1,4 @@
-"""Starts processes of one program, under torchrun where there are several, and times them."""
+"""Starts a program as one process or, by torchrun, as several ranks, and times collectives."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def points_file(root: Path, device: str, seed: int) -> Path:
 def write_points(
     path: Path, points: Mapping[str, Sequence[Point]], more: Mapping[str, float] | None = None
 ) -> None:
-    """Write points by family as JSON, as ``read_points`` reads them; ``more`` beside them."""
+    """Write points by family as JSON, for ``read_points``; ``more``: further keys of the file."""
     plain = {name: [asdict(p) for p in of_family] for name, of_family in points.items()}
     write_atomic(path, json.dumps({**(more or {}), **plain}).encode())
 

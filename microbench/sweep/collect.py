@@ -215,9 +215,9 @@ def run_worker(
 ) -> bool:
     """Run a worker, or a group of ranks, and restart it when it dies, until its budget is spent.
 
-    Returns whether one ended well or brought rows.
-    On a GPU a worker is killed when it makes no progress, as kernels can hang, and ``grace_s``
-    after its budget; not where other nodes take part.
+    Returns whether a worker ended well or brought rows. On a GPU a worker is killed when it makes
+    no progress, as kernels can hang, and ``grace_s`` after its budget; not where other nodes take
+    part.
     """
     begin_s, silent_starts, without_rows = order.begin_s or time.monotonic(), 0, 0
     guarded = order.device == "cuda" and not order.torchrun

@@ -64,7 +64,7 @@ class CpuBench:
     def measure(
         self, chosen: Sequence[Chosen], until_s: float
     ) -> tuple[list[Row], list[list[Chosen]]]:
-        """Rows of points, and those that time or memory did not suffice for.
+        """Measures points; returns rows, and points that time or memory did not suffice for.
 
         A collective, or a point that failed, has one row, others a warm and a cold one.
         """

@@ -321,7 +321,7 @@ class Chunk:
         return rows
 
     def _point_rows(self, sweep: Sweep, point: Measured, shared: Row) -> list[Row]:
-        """Rows of one point: one of a failure or a host call, else a cold and a warm one."""
+        """Rows of one point: one row for a failure or a host call, else a cold and a warm row."""
         if point.failed is not None:
             return [sweep.row(point.chosen, "warm", point.failed)]
         if _is_host(point):

@@ -28,7 +28,7 @@ REASON_LETTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Where and how a worker measures: its GPU or CPU, its threads, the run it belongs to."""
+    """Where and how a worker measures: GPU or CPU, threads, and the run that it is part of."""
 
     root: str
     run_id: str  # of its journal

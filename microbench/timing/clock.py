@@ -82,8 +82,8 @@ def keep_freed_memory() -> None:
 def clock_of(threads: int) -> NowNs:
     """The clock that times ops on ``threads`` threads.
 
-    Of one thread the processor's time counts: while other processes have its core, the op does not
-    run. Several threads wait for each other, and only wall time shows it.
+    For one thread it is the thread's CPU time, which leaves out time in which other processes have
+    the core. For several threads it is wall time, as they wait for each other.
     """
     return time.thread_time_ns if threads == 1 else time.perf_counter_ns
 

@@ -1,4 +1,4 @@
-"""Capture of a user's own module: a fake copy of it, its inputs, its loss, and its errors."""
+"""Captures a user's own module: a fake copy of it, its inputs, its loss, and its errors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""GPUs that are not there, as programs find them: what they answer, tensors, streams."""
+"""Emulates GPUs that the machine does not have: their answers, tensors and streams."""

@@ -233,7 +233,7 @@ def _legacy_tensor_types(memory: GpuMemory) -> Iterator[None]:
         torch.set_default_device("cuda" if cpu_type else None)
 
     def tensor_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
+        """As ``Tensor.type``: the type's name, or a cast to one such as torch.cuda.FloatTensor."""
         cpu_type = _cpu_type(dtype)
         result: Any = original_type(tensor, cpu_type or dtype, *args, **kwargs)
         if cpu_type:

@@ -1,9 +1,9 @@
 """What a program keeps in host memory: its copies, and what a CPU does with it.
 
-A capture finds all tensors on the CPU, where torch copies nothing. So copies are told to the log as
-torch makes them on a GPU: by ``cpu``, ``to``, ``cuda`` and ``copy_``, those of ``save_on_cpu``, and
-those of FSDP (``CPUOffloadPolicy``, ``CPUOffload``), which finds its shards on the CPU: before they
-are gathered, gradients after they are scattered.
+A capture finds all tensors on the CPU, where torch copies nothing. So the copies that torch would
+make on a GPU are logged here: by ``cpu``, ``to``, ``cuda`` and ``copy_``, by ``save_on_cpu``, and
+by FSDP (``CPUOffloadPolicy``, ``CPUOffload``), which copies shards from the host before gathering
+them, and gradients to it after scattering.
 """
 
 from __future__ import annotations

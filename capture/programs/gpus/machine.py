@@ -295,7 +295,7 @@ def _sync_batch_norm(layer: Any, x: Any) -> Any:
 
 
 def _data_parallel(model: Any, *inputs: Any, **options: Any) -> Any:
-    """As ``nn.DataParallel`` on one GPU, which moves inputs there; on several it is refused."""
+    """As ``nn.DataParallel`` on one GPU, moving inputs there; refused on several GPUs."""
     if len(model.device_ids) > 1:
         raise ValueError("nn.DataParallel runs several GPUs in one process: DDP can be forecast")
     moved, named = tree_map_only(torch.Tensor, torch.Tensor.cuda, (inputs, options))

@@ -23,7 +23,7 @@ from itercast.capture.programs.program import HOST
 
 
 class Streams:
-    """The streams of one program: makes them, and knows the current one."""
+    """Makes the streams of a program, and knows the current one."""
 
     def __init__(self, log: ProgramLog) -> None:
         self.log = log
@@ -93,7 +93,7 @@ class Stream:
         event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event at what this stream was given so far."""
+        """Record in an event the point that this stream has reached."""
         event = event or self.streams.event_class()
         event.record(self)
         return event

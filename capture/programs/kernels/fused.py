@@ -28,9 +28,9 @@ SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispat
 
 
 class ShardedAttention(WholeAttention):
-    """Logs attention as one op; calls CUDA's fused op where others have to see it dispatched.
+    """Logs attention as one op, but runs CUDA's fused op where others have to see it dispatched.
 
-    These are distributed tensors, which shard it, and selective checkpoints, which may save it.
+    Distributed tensors shard that op, and selective checkpoints may save its result.
     """
 
     def __init__(self, log: OpLog) -> None:

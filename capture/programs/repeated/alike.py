@@ -42,8 +42,8 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 class Layer:
     """Layer ``number`` of a list of equal ones. ``kinds``: what passes of these layers launched.
 
-    ``awaits_backward``: it is not repeated before its own backward was seen: fewer than ``RUN``
-    equal layers follow, too few to show a backward.
+    ``awaits_backward``: it may be repeated only once its own backward was seen, as fewer than
+    ``RUN`` equal layers follow.
     """
 
     layers: Sequence[torch.nn.Module]
@@ -153,9 +153,10 @@ def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:
 
 
 def _computes_with(function: FunctionType, names: set[str]) -> bool:
-    """Whether a function reads such an attribute and computes with it in the next two opcodes.
+    """Whether a function reads one of these attributes, and soon computes with it.
 
-    ``__init__`` is exempt: what it computes is compared as an attribute.
+    That is, in one of the next two opcodes. ``__init__`` is exempt: what it computes is compared as
+    an attribute.
     """
     if function.__name__ == "__init__":
         return False
@@ -167,7 +168,7 @@ def _computes_with(function: FunctionType, names: set[str]) -> bool:
 
 
 def uses_arguments_alone(hook: Any) -> bool:
-    """Whether a hook is a function that uses its arguments alone, so that it repeats exactly."""
+    """Whether a hook is a function that uses its arguments alone, so that repeating it is safe."""
     if not isinstance(hook, FunctionType) or hook.__defaults__ or hook.__kwdefaults__:
         return False
     return OUTSIDE.isdisjoint(step.opname for step in get_instructions(hook))

@@ -27,7 +27,7 @@ class UnlikeError(BaseException):
 
 
 class Values:
-    """The numbers in a tensor with data; those of another one may equal them."""
+    """Values of a tensor that has data, to be compared with another's."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with _disable_current_modes():
@@ -175,7 +175,7 @@ def closed(leaves: Sequence[Any], structure: bytes) -> Any:
 
 
 def form_of(leaf: Any, log: ProgramLog) -> Any:
-    """A tensor's form, None for one that has none, or what else is compared as it is."""
+    """A tensor's form (None if it has none); any other leaf as it is, to be compared."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     fact = type(leaf) is torch.Tensor and log.routing.fact(leaf)

@@ -164,7 +164,7 @@ class Repeats:
             self.inside = None
 
     def _layers(self) -> dict[int, Layer]:
-        """Layers of models: no need to look into one before it runs, as it may be repeated."""
+        """Layers of models, by id; a model's are found when it first runs in a step, unrepeated."""
         if self.inside is not None and id(self.inside) not in self.looked_in:
             self.looked_in.add(id(self.inside))
             self.layers |= layers_of(self.inside)

@@ -1,1 +1,1 @@
-"""Reports on a script: what it does while it runs, and notes on its step."""
+"""Reports on a script: progress lines while it runs, and notes on its step."""

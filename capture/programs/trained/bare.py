@@ -1,4 +1,4 @@
-"""Removes from a model what splits it over GPUs (DDP, FSDP, DeepSpeed): a plan brings its own."""
+"""Removes wrappers that split a model over GPUs (DDP, FSDP, DeepSpeed), as a plan replaces them."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Finder:
             self.inside = before
 
     def _run(self, model: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        """Run a model as the script calls it, and record what follows its output."""
+        """Run a model for the script, and record the calls that follow from its output."""
         if self.call is None:
             self.call = Call()
             self.recorder.begin()

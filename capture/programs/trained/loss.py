@@ -275,7 +275,7 @@ class LossRecorder(TorchFunctionMode):
         return tuple(range(self._count - len(tensors), self._count))
 
     def _reference(self, value: Any) -> Any:
-        """How a value is recorded: a tensor as its ``Result`` or ``Form``, others as they are."""
+        """How a value is recorded: tensors as ``Result`` or ``Form``, others unchanged."""
         if not isinstance(value, torch.Tensor):
             return tuple(value) if isinstance(value, torch.Size) else value
         if value in self._numbers:

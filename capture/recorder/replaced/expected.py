@@ -1,4 +1,4 @@
-"""Counts and masks of which only expected values are known: those of what they were made of."""
+"""Expected values of counts and masks, from the expected values of what they are made of."""
 
 from __future__ import annotations
 

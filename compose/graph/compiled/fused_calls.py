@@ -1,4 +1,4 @@
-"""One call in place of those that one kernel runs: what it reads, writes and reads again."""
+"""Builds the call of a fused kernel: which tensors it reads, writes, and reads twice."""
 
 from __future__ import annotations
 

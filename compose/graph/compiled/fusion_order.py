@@ -22,10 +22,10 @@ def in_fusion_order(
 ) -> StepCapture:
     """The step with calls beside those that they are fused with.
 
-    Each call for which ``movable`` is true comes right after the last one that makes what it reads,
-    if that is ``fused``, of the same ``place``, and calls that are not fused lie between; then, in
-    the same way, right before the first one that reads its result. Calls that write in place, and
-    those that read what is overwritten, stay.
+    A ``movable`` call is moved right behind the last call that makes one of its inputs, if that
+    call is ``fused``, has the same ``place``, and unfused calls lie between. Then, by the same
+    rules, it is moved right before the first call that reads its result. Calls that write in place,
+    or read what is overwritten, stay.
     """
     for to_makers in (True, False):
         calls = capture.calls
@@ -76,7 +76,7 @@ class _Users(MakersAndReaders):
 
 
 def _ordered(capture: StepCapture, position: Sequence[int]) -> StepCapture:
-    """The step with call i beside call ``position[i]``; those of one position keep their order."""
+    """The step with each call i moved to ``position[i]``; equal positions keep their order."""
     builder = StepBuilder(capture)
     for i in sorted(range(len(position)), key=lambda i: (position[i], i)):
         builder.add(i, capture.calls[i])

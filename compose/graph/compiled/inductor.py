@@ -153,10 +153,10 @@ def _with_norm_gradients_apart(
 class _Kernel:
     """Calls (``members``, by index) of one kernel over ``size`` elements.
 
-    ``columns``: it reduces other dimensions than the last. Other kernels compute some results of
-    this one again instead of reading them: calls in ``nonreaders`` read none, pairs (call, storage)
-    in ``unread`` not that one. ``copies``: storages that this one computes again for its own calls,
-    and does not write.
+    ``columns``: it reduces other dimensions than the last. Other kernels compute some of its
+    results again instead of reading them: calls in ``nonreaders`` read no result, pairs (call,
+    storage) in ``unread`` mean that the call does not read that storage. ``copies``: storages that
+    it computes again for its own calls, and does not write.
     """
 
     size: int

@@ -122,7 +122,7 @@ class _Step(MakersAndReaders):
 
 
 class _Forward:
-    """What backward needs of one compiled function's forward, and what it can compute again.
+    """Finds what backward needs of a compiled function's forward, and what it can recompute.
 
     ``own``: the calls of that forward.
     """
@@ -147,7 +147,7 @@ class _Forward:
                 self.distances[t.storage] = self._distance(t.storage, ())
 
     def computed_again(self) -> Iterable[tuple[int, tuple[TensorSpec, ...]]]:
-        """Storages of results that backward computes again, with what it computes them from."""
+        """Storages of results that backward computes again, each with the tensors it needs."""
         kept = self._kept()
         for storage in self.needed:
             leaves, seen, todo = dict[int, TensorSpec](), {storage}, [storage]

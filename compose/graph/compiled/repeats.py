@@ -45,7 +45,7 @@ def without_repeats(
 
 
 class _Repeats:
-    """The calls met so far in a step by what they compute, and the storages of repeats' results."""
+    """The calls met so far, by what they compute, and the storages of repeated results."""
 
     def __init__(self, capture: StepCapture) -> None:
         self.first: dict[Hashable, OpCall] = {}  # by ``key``

@@ -22,10 +22,10 @@ CAST, LARGEST = "aten.clone.default", "aten.amax.default"  # what stands for a c
 
 
 def with_torchao_casts(capture: StepCapture, *, weights: bool) -> StepCapture:
-    """The step with torchao's casts in place of one that writes both layouts.
+    """The step with torchao's casts, in place of one cast that writes both layouts.
 
-    ``weights``: each rank casts its weights, in forward and in backward; else FSDP gathers them in
-    fp8 (``enable_fsdp_float8_all_gather``), and what a rank casts of its shards is left out.
+    ``weights``: each rank casts its weights, in forward and in backward. Else FSDP gathers them in
+    fp8 (``enable_fsdp_float8_all_gather``), and a rank's casts of its shards are not counted.
     """
     casts = _Casts(capture, weights)
     for i, call in enumerate(capture.calls):

@@ -212,7 +212,7 @@ def _moments(sizes: Sizes, ranks: Ranks, strategy: Strategy, kept: int | None) -
     later, made, level = kept is not None, kept or 0, 0
 
     def held(*layers: PricedLayer | None) -> int:
-        """Bytes of all activations so far, or of those of these layers that are not offloaded."""
+        """Bytes of activations so far, or of those of ``layers`` if these are not offloaded."""
         if "activations" not in strategy.offload:
             return level
         return min(level, sum(x.saved_bytes for x in layers if x))

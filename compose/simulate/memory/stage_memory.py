@@ -1,8 +1,8 @@
 """Peak memory of the ranks of a plan: what micro-batches in flight hold, and messages between them.
 
 Torch's pipelines (``torch/distributed/pipelining/stage.py``) allocate memory for the messages of
-all micro-batches beforehand, and hold what a stage returned for a micro-batch until its backward:
-of the last stage what the loss reads, such as logits.
+all micro-batches beforehand, and hold what a stage returned for a micro-batch until its backward.
+For the last stage that is what the loss reads, such as logits.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _memory(rank: Rank, optimizer: str, moment: Moment) -> dict[str, int]:
 
 
 def _held(rank: Rank) -> list[Stage]:
-    """For each rank of the pipeline, its layers' sizes and what a micro-batch makes it hold."""
+    """For each rank of a pipeline: sizes of its layers, and bytes that a micro-batch adds."""
 
     def held() -> list[Stage]:
         chunks = chunks_of(rank)

@@ -48,9 +48,9 @@ RAN: set[CodeType] = set()  # code that forecasts of this process ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A published iteration: what was asked, its captured step, and its measured time in us.
+    """A published iteration: the question, its captured step, and its measured time in us.
 
-    Without its source it is forecast by ``bundle``, by numbers that leave ``left_out`` out.
+    It is forecast by ``bundle`` and assumed numbers that leave the source ``left_out`` out.
     """
 
     source: str

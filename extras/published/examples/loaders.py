@@ -32,7 +32,7 @@ def _folder() -> TemporaryDirectory[str]:
 
 @cache
 def photo_files(size: tuple[int, int], nbytes: int) -> tuple[Path, ...]:
-    """JPEGs of this size, coded so that together they have so many bytes each."""
+    """JPEGs of this size, coded to ``nbytes`` bytes on average."""
     from sklearn.datasets import load_sample_images
 
     photos = [Image.fromarray(photo).resize(size) for photo in load_sample_images().images]

@@ -37,7 +37,7 @@ FACTORS = len(NAMES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The steps of one machine: log ratios, sensitivities, which are of one model; its weight."""
+    """The steps of one machine: log ratios, sensitivities, which share a model; its weight."""
 
     source: str
     y: np.ndarray

@@ -80,7 +80,7 @@ def steps_of(public: Path) -> pd.DataFrame:
 
 
 def _machine(row: Facts) -> str:
-    """A name for the machine of a row: what its source calls it, and its GPU."""
+    """A name for the machine of a row: the source's own name for it, and its GPU."""
     own = [row.get(name) for name in ("machine", "system")]
     called = next((name for name in own if isinstance(name, str) and name), "")
     return f"{row['source']} {called} {row['gpu']}"

@@ -180,7 +180,7 @@ class Cells:
         return _each(self.texts(expression), node_of)
 
     def _link(self, expression: Any, ranks: Any = 2) -> pd.Series:
-        """The kind of link among so many GPUs of a system, by the name of it or of its GPU."""
+        """The link among ``ranks`` GPUs of a system, by the system's name or its GPU's."""
         pairs = zip(self.texts(expression), self.texts(ranks), strict=True)
         links = [link_of(name, int(n) if n.isdecimal() else 2) for name, n in pairs]
         return pd.Series(links, index=self.frame.index, dtype=object)

@@ -90,7 +90,7 @@ def problem(source: str) -> tuple[Problem, tuple[Any, ...]]:
 
 
 def _call(node: ast.FunctionDef, outer: Scope, owner: Any, given: Sequence[Any]) -> Any:
-    """Interpret a function with these positional arguments, after ``self`` where it has one."""
+    """Interpret a function with positional arguments; a method gets ``self`` before them."""
     names = [a.arg for a in node.args.args]
     scope = dict(outer)
     values = list(given)

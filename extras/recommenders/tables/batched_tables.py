@@ -78,7 +78,7 @@ def bytes_of_lookups(shard: Shard, lookup: Lookup, ranks: int, optimizer: str) -
 def batched_calls(
     held: Sequence[tuple[Shard, Lookup]], ranks: int, optimizer: str, ids: Iterator[int]
 ) -> tuple[OpCall, tuple[OpCall, ...]]:
-    """One kernel that looks all of these shards up, and one that updates them."""
+    """The kernel that looks up all of these shards, and the kernel that updates them."""
     moved = _total(held, ranks, optimizer)
     lookup = _kernel(moved["read"], moved["written"], ids, "forward")
     if optimizer == "none":

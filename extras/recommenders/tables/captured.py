@@ -16,8 +16,8 @@ from itercast.microbench.ops import find_family
 class Lookup:
     """One call that looks a table up for ``samples`` of one rank; ``mode`` as of embedding bags.
 
-    ``alike``: tensor-parallel ranks with the same samples, each of which asks other ranks for the
-    rows of its part of them.
+    ``alike``: number of tensor-parallel ranks with the same samples; each asks other ranks for a
+    part of the rows.
     """
 
     call: int

@@ -48,7 +48,7 @@ def tables_elsewhere(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedRank:
-    """The step of the rank that spends most on its shards, and what else the fullest one holds."""
+    """The step of the rank that spends most on its shards, and extra bytes of the fullest rank."""
 
     step: StepCapture
     added_bytes: Mapping[str, int]

@@ -70,10 +70,10 @@ def missed_rows(shard: Shard, lookup: Lookup, ranks: int) -> tuple[float, float]
 def moved_bytes(
     held: Sequence[tuple[Shard, Lookup]], ranks: int, optimizer: str
 ) -> dict[tuple[str, str], float]:
-    """Bytes between a GPU and its tiers, by tier and kind, that stream as long as its rows take.
+    """Bytes between a GPU and its tiers, by tier and kind, as they stream.
 
-    Rows in host memory are read in whole requests, those on an SSD in whole blocks, of which it
-    reads or writes so many a second.
+    More are counted than rows have, so that streaming takes as long as reading them does: rows in
+    host memory are read in whole requests, rows on an SSD in whole blocks, at a limited rate.
     """
     moved = dict[tuple[str, str], float]()
     for shard, lookup in held:

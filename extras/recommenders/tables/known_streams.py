@@ -17,11 +17,11 @@ def with_indices(capture: StepCapture, spec: str) -> StepCapture:
 
 
 def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> StepCapture:
-    """The step whose embedding bags look rows up as the streams say: one of all, or one per table.
+    """Tell embedding bags how they look rows up: ``streams`` has one for all tables, or one each.
 
     Tables are numbered in the order of their first lookup. A backward pass looks up the rows of its
-    forward pass; backward passes run in reverse order. The keyword ``stream`` of a call has the
-    features of its rows, ``drawn`` of a lookup the stream itself. ValueError where the numbers of
+    forward pass; backward passes run in reverse order. The keyword ``stream`` of a call gets
+    features of its rows; ``drawn``, for lookups, the stream itself. ValueError where the numbers of
     tables differ, or a table lacks rows that its stream looks up.
     """
     found = ((i, _point(call)) for i, call in enumerate(capture.calls))

@@ -53,9 +53,9 @@ LOOPS = (  # of small ops, by part
 def lookup_calls(
     shard: Shard, lookup: Lookup, ranks: int, optimizer: str, ids: Iterator[int], tables: int = 1
 ) -> tuple[OpCall, tuple[OpCall, ...]]:
-    """A shard's lookup for the samples of all ranks; the gradient of its rows, and their update.
+    """A shard's lookup for the samples of all ranks; its gradient calls and its update.
 
-    ``tables`` like it are looked up one after the other.
+    ``tables``: so many tables like it are looked up one after the other.
     """
     table, samples = lookup.table, lookup.samples_of(shard, ranks)
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))

@@ -182,7 +182,7 @@ def _updates(kind: type[torch.optim.Optimizer], *, foreach: bool = True) -> Make
 
 
 def _micro_batches(tensors: int, device: str) -> Pair:
-    """A GPipe schedule of one stage over LAYERS micro-batches, and these steps without it."""
+    """A GPipe schedule of one stage over LAYERS micro-batches; the same steps without it."""
     bare = _layers(1, device)
     group = _mesh(device).get_group()
     stage = PipelineStage(_layers(1, device), 0, 1, torch.device(device), group=group)

@@ -1,8 +1,8 @@
 """Time of a collective by formula: latency of its steps plus bytes over the rate of its links.
 
-On a GPU the fastest of NCCL's algorithms and protocols, as NCCL itself estimates them to choose
-one (https://github.com/NVIDIA/nccl, src/graph/tuning.cc). Link domains are told from the network by
-``ranks_per_node``; rates are those of hardware and node files. Learned models correct it.
+On a GPU it is the time of NCCL's fastest algorithm and protocol, estimated as NCCL does to choose
+one (https://github.com/NVIDIA/nccl, src/graph/tuning.cc). ``ranks_per_node`` separates link domains
+from the network; rates are those of hardware and node files. Learned models correct the time.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def over_pcie(p: Point, gpu: Gpu) -> Values:
 
 
 def link_rate(p: Point, gpu: Gpu) -> Values:
-    """Bytes/s of one direction of the links inside a node: those stated, else the GPU's."""
+    """Bytes/s in one direction of the links inside a node: as stated, else the GPU's own."""
     fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
     usual = np.where(over_pcie(p, gpu), gpu.pcie_bytes_per_s or fast, fast)
     return np.where(np.greater(p.link_bytes_per_s, 0), p.link_bytes_per_s, usual)

@@ -126,7 +126,7 @@ def _launches(device: str) -> Workload:
 
 
 def _repeated_ops(device: str) -> Workload:
-    """Bag lengths and starts of several tables, computed one table after the other."""
+    """Computes bag lengths and starts of several tables, one table after the other."""
     starts = torch.arange(64, device=device)
     end = torch.tensor([64], device=device)
 

@@ -231,7 +231,7 @@ def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:
 
 
 def resize(p: OptimizerOp, factor: float, first_share: float) -> OptimizerOp:
-    """Makes the tensors larger, not more; step counters (one element each) stay as they are.
+    """Makes the tensors larger, not more of them; step counters keep one element each.
 
     There is one axis, so that ``first_share`` decides nothing (``GpuSweep``).
     """
@@ -251,7 +251,7 @@ def of_rank(p: OptimizerOp, numel: int, tensors: int, largest: int) -> Optimizer
 
 
 def fallback(p: OptimizerOp, measured: Measured) -> list[Part]:
-    """Prices the divisions of each tensor by a number of its own one by one."""
+    """Prices divisions of many tensors by one number each as one op per tensor."""
     if p.op != EACH:
         return []
     numel = max(1, p.numel // p.tensors)
