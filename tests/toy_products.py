@@ -35,7 +35,7 @@ def products(count: int, noise: float = 0.02) -> pd.DataFrame:
     """Products on a device of 8 cores: three times the roofline, more for few rows."""
     rng = np.random.default_rng(0)
     law = lambda p: 3 * (1 + 8 / p.m**0.5) * rng.lognormal(0, noise)  # noqa: E731
-    return timed(islice(gemm.sweep(), count), law)
+    return timed(islice(gemm.FAMILY.sweep(), count), law)
 
 
 def write_rows(root: Path, rows: pd.DataFrame, gpu: Gpu = TOY, part: str = "0") -> Path:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec, torch_dtype
 from itercast.capture.plan import ParallelPlan
 from itercast.extras.lookups.embedding_bag import EmbeddingBag
@@ -29,14 +31,13 @@ from itercast.microbench.ops.family import (
     Values,
     Workload,
     itemsize_bytes,
-    log_uniform,
     logs,
 )
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
+from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, points_of
 
-LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # no assumption: shares of a sweep
+SWEPT = facts_of(__file__)
 MAX_NNZ = 2**21
 MAX_TERMS = 2**25  # nnz * width
 MAX_DENSE = 2**24  # elements of the larger dense matrix
@@ -62,32 +63,19 @@ class Sparse:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Sparse]:
-    """Yields points without end.
+def _graph(rows: int, each: int, cols: int = 0, **fields: Any) -> Sparse:
+    """A matrix from sizes as the YAML file states them; ``each``: values of a row."""
+    cols = cols or rows
+    return Sparse(rows=rows, cols=cols, nnz=rows * min(each, cols // 2), **fields)
 
-    Graphs of up to 2 million edges, 1 to 256 a row, mostly square; some skewed.
-    """
-    rng = np.random.default_rng(18)
-    while True:
-        op = str(rng.choice(["spmm", "sddmm"], p=[0.75, 0.25]))
-        rows = log_uniform(rng, 16, MAX_SIDE)
-        cols = rows if rng.random() < 0.7 else log_uniform(rng, 16, MAX_SIDE)
-        width = log_uniform(rng, 1, 512)
-        if rng.random() < 0.7:
-            width = max(8, 8 * round(width / 8))
-        layout = str(rng.choice(list(LAYOUTS), p=list(LAYOUTS.values())))
-        p = Sparse(
-            op=op,
-            rows=rows,
-            cols=cols,
-            nnz=rows * log_uniform(rng, 1, min(256, cols // 2)),
-            width=width,
-            layout="csr" if op == "sddmm" else layout,
-            skew=0.0 if rng.random() < 0.5 else round(float(rng.uniform(0.5, 1.2)), 2),
-        )
-        small = p.nnz <= MAX_NNZ and max(p.rows, p.cols) * p.width <= MAX_DENSE
-        if small and p.nnz * p.width <= MAX_TERMS:
-            yield p
+
+def _fits(p: Sparse) -> bool:
+    small = p.nnz <= MAX_NNZ and max(p.rows, p.cols) * p.width <= MAX_DENSE
+    return small and p.nnz * p.width <= MAX_TERMS
+
+
+def _some_skewed(rng: np.random.Generator, p: Sparse) -> Sparse:
+    return p if rng.random() < 0.5 else replace(p, skew=round(float(rng.uniform(0.5, 1.2)), 2))
 
 
 def build(p: Sparse, device: str) -> Workload:
@@ -313,7 +301,7 @@ def whole_matrix(points: Sequence[Sparse], plan: ParallelPlan) -> Iterator[str]:
 FAMILY = Family(
     name="sparse",
     params=Sparse,
-    sweep=sweep,
+    sweep=points_of(18, SWEPT, _graph, _fits, _some_skewed),
     build=build,
     flops=flops,
     product_flops=flops,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
 )
 from itercast.microbench.ops.memory.elementwise import windowed_copy
-from itercast.microbench.ops.sizes import MAX_BATCH, resize_along, swept
+from itercast.microbench.ops.sizes import MAX_BATCH, points_of, resize_along
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -66,11 +65,6 @@ class Pooling:
     dilation: int = 1
     channels_last: bool = False
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[Pooling]:
-    """Yields points without end: images from 2x2 to 256x256 and rows, up to 8M elements a side."""
-    return swept(np.random.default_rng(12), FACTS["sweep"], _resized, _fits)
 
 
 def _resized(op: str, h: int, w: int = 0, **fields: Any) -> Pooling:
@@ -279,7 +273,7 @@ NAMES = (*FORWARD, *SAME_AS)
 FAMILY = Family(
     name="pooling",
     params=Pooling,
-    sweep=sweep,
+    sweep=points_of(12, FACTS["sweep"], _resized, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

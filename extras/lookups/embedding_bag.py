@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from itercast.microbench.ops.family import (
     repeated,
 )
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.sizes import aligned, swept
+from itercast.microbench.ops.sizes import aligned, points_of, swept
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 OPS = ("forward", "backward", "sparse_backward")
@@ -73,16 +74,6 @@ class EmbeddingBag:
     tables: int = 1
     mode: str = "sum"
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[EmbeddingBag]:
-    """Yields points without end.
-
-    Tables and gathered rows up to 16M elements, 1 to 100 lookups a bag; half of the points sum rows
-    of 16, 32, 64 or 128 columns, as recommenders do.
-    """
-    rng = np.random.default_rng(11)
-    return (_with_random_bags(rng, p) for p in swept(rng, SWEPT["cpu"], _bags, _fits))
 
 
 def _fits(p: EmbeddingBag) -> bool:
@@ -254,11 +245,6 @@ def _bag(
     )
 
 
-def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
-    """Yields points without end: tables of DLRMs with index streams of all kinds."""
-    return (_with_random_bags(rng, p) for p in swept(rng, SWEPT["gpu"], _bags))
-
-
 def resize(p: EmbeddingBag, factor: float, first_share: float) -> EmbeddingBag:
     """Grow the work of a point by ``factor``: factor**first_share times the bags.
 
@@ -298,7 +284,7 @@ def fallback(p: EmbeddingBag, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="embedding_bag",
     params=EmbeddingBag,
-    sweep=sweep,
+    sweep=points_of(11, SWEPT["cpu"], _bags, _fits, _with_random_bags),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
@@ -314,7 +300,7 @@ FAMILY = Family(
     call_name=call_name,
     fallback=fallback,
     gpu_sweep=GpuSweep(
-        points=gpu_points,
+        points=partial(swept, stated=SWEPT["gpu"], make=_bags, finish=_with_random_bags),
         dtypes=GPU_DTYPES,
         resize=resize,
         allocated_bytes=allocated_bytes,

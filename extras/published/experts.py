@@ -6,13 +6,14 @@ Serving software runs them in one or two kernels, whose published times teach th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.yaml_text import facts_of
 from itercast.extras.published.expert_loads import Column, Count, summed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -23,14 +24,15 @@ from itercast.microbench.ops.family import (
     by_name,
     is_any,
     itemsize_bytes,
-    log_uniform,
 )
+from itercast.microbench.ops.sizes import points_of
 
 # Products with matrices of hidden x inner numbers, by op.
 MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}
 DOWN = ("down", "down_full")
 TILES = ((16, 64), (64, 128), (128, 128))
 FLOOR_ROWS = 16  # of the tiles that ``floor_us`` counts
+SWEPT = facts_of(__file__)
 RESULT_BYTES = 2  # of a number that a product writes, at least
 KERNEL_US: float = assumed(__file__, "kernel_us")
 
@@ -58,21 +60,8 @@ class Experts:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Experts]:
-    """Yields points without end: 4 to 128 experts, all of them on one rank."""
-    rng = np.random.default_rng(19)
-    while True:
-        experts = 2 ** int(rng.integers(2, 8))
-        hidden, inner = (64 * log_uniform(rng, 1, 64) for _ in range(2))
-        yield Experts(
-            op=str(rng.choice(list(MATRICES))),
-            tokens=log_uniform(rng, 8, 4096),
-            hidden=hidden,
-            inner=inner,
-            experts=experts,
-            topk=int(rng.choice([1, 2, 4])),
-            local=experts,
-        )
+def _on_one_rank(experts: int, **fields: Any) -> Experts:
+    return Experts(experts=experts, local=experts, **fields)
 
 
 def build(p: Experts, device: str) -> Workload:
@@ -201,7 +190,7 @@ def features(p: Experts, gpu: Gpu) -> dict[str, Numbers | str]:
 FAMILY = Family(
     name="experts",
     params=Experts,
-    sweep=sweep,
+    sweep=points_of(19, SWEPT, _on_one_rank),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

@@ -6,13 +6,14 @@ first sort them and add equal ones up (``coalesce``), and change the rows that w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.extras.lookups.embedding_bag import one_after_the_other
 from itercast.extras.lookups.random_streams import (
@@ -36,20 +37,19 @@ from itercast.microbench.ops.family import (
     Workload,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
     repeated,
 )
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import scale_axes
+from itercast.microbench.ops.sizes import points_of, scale_axes
 
 OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
 COALESCED = ("adagrad", "adam")
 # Passes over touched rows after they are summed: state and table read and written, values between.
 PASSES = {"sgd": 0, "adagrad": 9, "adam": 20}
 FLOPS = {"sgd": 0, "adagrad": 6, "adam": 14}  # per element of touched rows
-USUAL_DIMS = (16, 32, 64, 128)
+SWEPT = facts_of(__file__)
 MAX_ELEMENTS = 2**22  # of a gradient; one thread adds its rows
 MAX_TABLE = 2**24
 GPU_LIMITS = {"lookups": 2**23, "dim": 1024}
@@ -79,22 +79,8 @@ class SparseUpdate:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[SparseUpdate]:
-    """Yields points without end.
-
-    Tables up to 16M elements, half of them of 16, 32, 64 or 128 columns; gradients up to 4M.
-    """
-    rng = np.random.default_rng(17)
-    while True:
-        usual = rng.random() < 0.5
-        p = SparseUpdate(
-            op=str(rng.choice(OPS, p=[0.5, 0.25, 0.25])),
-            rows=log_uniform(rng, 4, 2**21),
-            dim=int(rng.choice(USUAL_DIMS)) if usual else 4 * log_uniform(rng, 1, 128),
-            lookups=log_uniform(rng, 1, 2**18),
-        )
-        if p.rows * p.dim <= MAX_TABLE and p.lookups * p.dim <= MAX_ELEMENTS:
-            yield with_random_stream(rng, p)
+def _fits(p: SparseUpdate) -> bool:
+    return p.rows * p.dim <= MAX_TABLE and p.lookups * p.dim <= MAX_ELEMENTS
 
 
 def build(p: SparseUpdate, device: str) -> Workload:
@@ -233,7 +219,7 @@ def from_call(call: OpCall) -> SparseUpdate:
 FAMILY = Family(
     name="sparse_update",
     params=SparseUpdate,
-    sweep=sweep,
+    sweep=points_of(17, SWEPT, SparseUpdate, _fits, with_random_stream),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

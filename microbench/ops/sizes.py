@@ -63,16 +63,23 @@ def drawn(rng: np.random.Generator, stated: Any) -> Any:
     return n * int(match[1] or 1)
 
 
+def points_of(seed: int, *how: Any) -> Callable[[], Iterator[Point]]:
+    """Makes a family's ``sweep()``: points ``swept`` as ``how`` says, the same ones each time."""
+    return lambda: swept(np.random.default_rng(seed), *how)
+
+
 def swept(
     rng: np.random.Generator,
     stated: Mapping[str, Any],
     make: Callable[..., P],
     fits: Callable[[P], bool] = lambda p: True,
+    finish: Callable[[np.random.Generator, P], P] = lambda rng, p: p,
 ) -> Iterator[P]:
     """Yields points without end, of the kinds that the YAML file of a family states.
 
     Each kind has a ``share`` of the points and the fields of one, ``drawn``; a key may name several
-    fields. ``make`` takes them by name; points that do not fit are left out.
+    fields. ``make`` takes them by name; points that do not fit are left out. ``finish`` draws what
+    the file does not state.
     """
     shares = {kind: fields.get("share", 1.0) for kind, fields in stated.items()}
     while True:
@@ -81,7 +88,7 @@ def swept(
         }
         p = make(**{n: drawn(rng, how) for names, how in fields.items() for n in names.split()})
         if fits(p):
-            yield p
+            yield finish(rng, p)
 
 
 def aligned(wanted: float, old: int) -> int:

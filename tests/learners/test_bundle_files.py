@@ -196,7 +196,7 @@ def test_a_family_that_joins_a_bundle_leaves_forecasts_of_the_others(tmp_path: P
     first, second, bundle = (tmp_path / name for name in ("first", "second", "bundle"))
     train([write_products(first, 60)], bundle)
     slow = replace(TOY, peak_flops_per_s={"fp32": 5e12}, hbm_bytes_per_s=5e11)
-    points = pd.DataFrame([asdict(p) for p in islice(elementwise.sweep(), 60)])
+    points = pd.DataFrame([asdict(p) for p in islice(elementwise.FAMILY.sweep(), 60)])
     facts = {"family": "elementwise", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
     path = write_part(second, "elementwise", "toy", points.assign(**facts, time_us=5.0), "0")
     write_card(path.parent, {"hardware": slow.to_dict()})

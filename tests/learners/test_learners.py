@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def law(p: gemm.Gemm) -> float:
         return 3 * (1.5 if p.k % 16 else 1) * (1 + 8 / p.m**0.5) * rng.lognormal(0, 0.03)
 
-    swept = enumerate(islice(gemm.sweep(), 600))
+    swept = enumerate(islice(gemm.FAMILY.sweep(), 600))
     taken = [(p, repeat) for i, p in swept for repeat in range(2 if i % 10 == 0 else 1)]
     rows = timed([p for p, _ in taken], law, repeat=[repeat for _, repeat in taken])
     return write_rows(tmp_path_factory.mktemp("data"), rows)

@@ -21,7 +21,7 @@ ROWS = 400
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """400 products in two parts, 3 times the roofline; every tenth failed."""
     root = tmp_path_factory.mktemp("rows")
-    rows = timed(islice(gemm.sweep(), ROWS), lambda p: 3.0, repeat=0)
+    rows = timed(islice(gemm.FAMILY.sweep(), ROWS), lambda p: 3.0, repeat=0)
     rows.loc[::10, "status"] = "oom"
     for n in range(2):
         write_rows(root, rows[200 * n : 200 * n + 200], part=str(n))
@@ -44,7 +44,7 @@ def test_of_rows_that_outgrow_memory_as_many_as_fit_are_drawn(
 
 def test_means_are_learned_where_rows_have_them(root: Path, tmp_path: Path) -> None:
     """Half of the rows are of a part without means: their medians are learned."""
-    rows = timed(islice(gemm.sweep(), 100), lambda p: 3.0, repeat=0)
+    rows = timed(islice(gemm.FAMILY.sweep(), 100), lambda p: 3.0, repeat=0)
     write_rows(tmp_path, rows.assign(time_us_mean=1.05 * rows["time_us"]))
     (found,) = usable_rows([tmp_path, root], ["gemm"]).values()
     medians = usable_rows([root], ["gemm"])["gemm"]["time_us"]
@@ -61,7 +61,7 @@ def test_what_fits_is_trained_on_whole(root: Path) -> None:
 
 def test_an_op_that_always_failed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All batched products failed, of others every second: the first are named, with why."""
-    rows = timed(islice(gemm.sweep(), 200), lambda p: 3.0, repeat=0)
+    rows = timed(islice(gemm.FAMILY.sweep(), 200), lambda p: 3.0, repeat=0)
     batched = rows["op"] == "bmm"
     rows.loc[batched | (rows.index % 2 == 0), "status"] = "error"
     write_rows(tmp_path, rows.assign(reason="no kernel"))
@@ -102,7 +102,7 @@ def test_a_torn_part_is_one_line(root: Path, tmp_path: Path) -> None:
 
 def test_a_row_that_is_not_allowed_comes_with_its_file(root: Path, tmp_path: Path) -> None:
     """Of two roots the second has it, in its second part; the first has no batch at all."""
-    rows = timed(islice(gemm.sweep(), 40), lambda p: 3.0)
+    rows = timed(islice(gemm.FAMILY.sweep(), 40), lambda p: 3.0)
     write_rows(tmp_path, rows.head(20).drop(columns="batch"), part="a")
     bad = write_rows(tmp_path, rows.tail(20).assign(m=-1), part="b")
     words = r"part '.*/part-b.parquet': rows of family gemm: m -1: allowed is greater_than"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
-from itercast.microbench.ops.sizes import resize_along, swept
+from itercast.microbench.ops.sizes import points_of, resize_along
 
 CLOCKS: float = assumed(__file__, "clocks")
 FEW: Mapping[str, float] = assumed(__file__, "few")
@@ -45,10 +45,8 @@ class Embedding:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Embedding]:
-    """Yields points without end: tables up to 32M elements."""
-    rng = np.random.default_rng(7)
-    return swept(rng, SWEPT, Embedding, lambda p: max(p.rows, p.lookups) * p.dim <= MAX_ELEMENTS)
+def _fits(p: Embedding) -> bool:
+    return max(p.rows, p.lookups) * p.dim <= MAX_ELEMENTS
 
 
 def build(p: Embedding, device: str) -> Workload:
@@ -130,7 +128,7 @@ def fallback(p: Embedding, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="embedding",
     params=Embedding,
-    sweep=sweep,
+    sweep=points_of(7, SWEPT, Embedding, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

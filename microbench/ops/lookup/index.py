@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, scale_axes, swept
+from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, points_of, scale_axes
 
 FACTS = facts_of(__file__)
 GROUPS = {name: tuple[str, ...](ops.split()) for name, ops in FACTS["groups"].items()}
@@ -37,15 +36,9 @@ MAX_ELEMENTS = 2**23
 SLOW = {op: 2**most for most, ops in FACTS["slow"].items() for op in ops.split()}
 
 
-def sweep() -> Iterator[IndexOp]:
-    """Yields points without end.
-
-    A few elements to 8M on the larger side, fewer where a CPU is slow.
-    """
-    rng = np.random.default_rng(13)
-    for p in swept(rng, FACTS["sweep"], _point, _fits):
-        whole_numbers = p.op not in GROUPS["adds"] + GROUPS["masked"] and rng.random() < 0.1
-        yield replace(p, dtype="int64") if whole_numbers else p
+def _some_of_whole_numbers(rng: np.random.Generator, p: IndexOp) -> IndexOp:
+    whole_numbers = p.op not in GROUPS["adds"] + GROUPS["masked"] and rng.random() < 0.1
+    return replace(p, dtype="int64") if whole_numbers else p
 
 
 def _point(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp:
@@ -212,7 +205,7 @@ def fallback(p: IndexOp, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="index",
     params=IndexOp,
-    sweep=sweep,
+    sweep=points_of(13, FACTS["sweep"], _point, _fits, _some_of_whole_numbers),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

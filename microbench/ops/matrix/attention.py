@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,7 +29,7 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.reduction import Reduction
-from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, swept
+from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, points_of, swept
 from itercast.microbench.store import Row
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
@@ -57,14 +57,6 @@ class Attention:
     masked: bool = False
     dropout: bool = False
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[Attention]:
-    """Yields points without end.
-
-    Self-attention of 8 to 4096 tokens, cross-attention, and decoding of one token.
-    """
-    return swept(np.random.default_rng(4), SWEPT["cpu"], _call, _fits)
 
 
 def _fits(p: Attention) -> bool:
@@ -197,14 +189,6 @@ def from_call(call: OpCall) -> Attention | None:
     )
 
 
-def gpu_points(rng: np.random.Generator) -> Iterator[Attention]:
-    """Yields points without end.
-
-    Training, mostly causal; grouped queries, masks, dropout, cross, decoding.
-    """
-    return swept(rng, SWEPT["gpu"], _call)
-
-
 def resize(p: Attention, factor: float, first_share: float) -> Attention:
     """Grows the number of sequences, then their lengths; a single query stays one."""
     batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor**first_share)))
@@ -298,7 +282,7 @@ def fallback(p: Attention, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="attention",
     params=Attention,
-    sweep=sweep,
+    sweep=points_of(4, SWEPT["cpu"], _call, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
@@ -309,7 +293,7 @@ FAMILY = Family(
     answers={"itercast.sdpa": from_call, "itercast.sdpa_backward": from_call},
     weight=2.0,
     gpu_sweep=GpuSweep(
-        points=gpu_points,
+        points=partial(swept, stated=SWEPT["gpu"], make=_call),
         dtypes=MATMUL_DTYPES,
         resize=resize,
         allocated_bytes=allocated_bytes,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from itercast.microbench.ops.sizes import (
     MAX_PIXELS_A_SIDE,
     MAX_SIDE,
     aligned,
+    points_of,
     swept,
 )
 
@@ -77,20 +79,13 @@ class Conv:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Conv]:
-    """Yields points without end: layers of at most 3 GFLOP, grouped ones 0.2."""
-    for p in layers(np.random.default_rng(5)):
-        limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
-        if flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
-            yield p
+def _has_outputs(p: Conv) -> bool:
+    return bool(min(out_sizes(p)) >= 1)
 
 
-def layers(rng: np.random.Generator) -> Iterator[Conv]:
-    """Yields points without end.
-
-    Layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs.
-    """
-    return swept(rng, SWEPT, _layer, lambda p: bool(min(out_sizes(p)) >= 1))
+def _is_quick(p: Conv) -> bool:
+    limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
+    return _has_outputs(p) and bool(flops(p) <= limit and bytes_moved(p) <= MAX_BYTES)
 
 
 def _layer(size: int, kernel: int, **fields: Any) -> Conv:
@@ -370,7 +365,7 @@ def _grouped(p: Conv, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="conv",
     params=Conv,
-    sweep=sweep,
+    sweep=points_of(5, SWEPT, _layer, _is_quick),
     build=build,
     flops=flops,
     least_flops=lambda p, gpu, rate: flops(p) / most_of_peak(p, gpu, rate),
@@ -384,7 +379,7 @@ FAMILY = Family(
     fallback=fallback,
     weight=3.0,
     gpu_sweep=GpuSweep(
-        points=layers,
+        points=partial(swept, stated=SWEPT, make=_layer, fits=_has_outputs),
         dtypes=MATMUL_DTYPES,
         resize=resize,
         slow_frac=0.1,

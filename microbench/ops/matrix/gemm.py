@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from itercast.microbench.ops.family import (
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_SIDE, aligned, swept
+from itercast.microbench.ops.sizes import MAX_SIDE, aligned, points_of, swept
 
 SWEPT = facts_of(__file__)
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
@@ -77,14 +77,8 @@ class Gemm:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Gemm]:
-    """Yields points without end.
-
-    Skinny, square and batched products, sizes from 1 to 8192, every layout.
-    """
-    return swept(
-        np.random.default_rng(1), SWEPT["cpu"], Gemm, lambda p: bool(flops(p) <= MAX_FLOPS)
-    )
+def _fits(p: Gemm) -> bool:
+    return bool(flops(p) <= MAX_FLOPS)
 
 
 def build(p: Gemm, device: str) -> Workload:
@@ -269,15 +263,6 @@ def from_grouped(call: OpCall) -> Gemm | None:
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=experts, layout=layout, dtype=a.dtype)
 
 
-def gpu_points(rng: np.random.Generator) -> Iterator[Gemm]:
-    """Yields points to measure on a GPU, without end.
-
-    m, n, k up to 16384; 15 % with m of 1 to 64, as in decoding; bmm in batches as of attention's
-    heads; grouped_mm of 2 to 128 experts.
-    """
-    return swept(rng, SWEPT["gpu"], Gemm)
-
-
 def retype(p: Gemm, dtype: str, gpu: Gpu) -> Gemm | None:
     """Converts the point to a dtype; fp8 becomes ``scaled_mm`` with sides of whole 16 bytes.
 
@@ -368,7 +353,7 @@ def _without_cast(p: Gemm, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="gemm",
     params=Gemm,
-    sweep=sweep,
+    sweep=points_of(1, SWEPT["cpu"], Gemm, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
@@ -389,7 +374,7 @@ FAMILY = Family(
     },
     weight=4.0,
     gpu_sweep=GpuSweep(
-        points=gpu_points,
+        points=partial(swept, stated=SWEPT["gpu"], make=Gemm),
         dtypes=GPU_DTYPES,
         retype=retype,
         resize=resize,

@@ -8,7 +8,7 @@ with ``inputs`` 1 (oneDNN's layers are measured whole).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_BATCH, resize_along, swept
+from itercast.microbench.ops.sizes import MAX_BATCH, points_of, resize_along
 
 CALL = "itercast.recurrent"  # a network's call on a GPU, whose parameters are its arguments
 ONE_DNN = "lstm"  # oneDNN has layers of no other cell for PyTorch
@@ -70,11 +70,6 @@ class Recurrent:
 def cell_of(op: str) -> str:
     """The cell of a forward or backward op."""
     return op.removesuffix("_backward")
-
-
-def sweep() -> Iterator[Recurrent]:
-    """Yields layers of LSTMs and GRUs: widths of 8 to 1024, up to 256 steps of 128 sequences."""
-    return swept(np.random.default_rng(17), SWEPT, _layer, _fits)
 
 
 def _layer(inputs: int, hidden: int, **fields: Any) -> Recurrent:
@@ -257,7 +252,7 @@ def fallback(p: Recurrent, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="recurrent",
     params=Recurrent,
-    sweep=sweep,
+    sweep=points_of(17, SWEPT, _layer, _fits),
     build=build,
     flops=flops,
     product_flops=product_flops,

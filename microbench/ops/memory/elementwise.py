@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import isqrt, prod
 from typing import Any
 
@@ -89,16 +90,6 @@ def _draw(rng: np.random.Generator) -> Elementwise:
     return Elementwise(
         op=op, numel=rows * inner, inner=inner, tensors=tensors, form=form, dtype=dtype
     )
-
-
-def sweep() -> Iterator[Elementwise]:
-    """Yields points without end.
-
-    Every op and form, 16 to 16M elements; ops that models call often come often.
-    """
-    rng = np.random.default_rng(2)
-    while True:
-        yield _draw(rng)
 
 
 def build(p: Elementwise, device: str) -> Workload:
@@ -318,7 +309,7 @@ def windowed_copy(outputs: float, taps: float, nbytes: float, gpu: Gpu) -> Part:
 FAMILY = Family(
     name="elementwise",
     params=Elementwise,
-    sweep=sweep,
+    sweep=lambda: map(_draw, repeat(np.random.default_rng(2))),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -37,8 +37,8 @@ from itercast.microbench.ops.sizes import (
     MAX_PIXELS_A_SIDE,
     MAX_ROWS,
     MAX_SIDE,
+    points_of,
     scale_axes,
-    swept,
 )
 
 FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
@@ -76,14 +76,6 @@ class Norm:
     channels: int = 1
     groups: int = 1
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[Norm]:
-    """Yields points without end.
-
-    Token rows by model width, images by channels, up to 8M elements.
-    """
-    return swept(np.random.default_rng(3), FACTS["sweep"], _norm, _fits)
 
 
 def _norm(groups: int = 1, **fields: Any) -> Norm:
@@ -305,7 +297,7 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="norm",
     params=Norm,
-    sweep=sweep,
+    sweep=points_of(3, FACTS["sweep"], _norm, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,7 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     logs,
 )
-from itercast.microbench.ops.sizes import MAX_NUMEL, scale_axes, swept
+from itercast.microbench.ops.sizes import MAX_NUMEL, points_of, scale_axes
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 FACTS = facts_of(__file__)
@@ -44,11 +43,6 @@ class RandomOp:
     draws: int = 1
     replacement: bool = False
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[RandomOp]:
-    """Yields points without end: 16 to 4M numbers, dropout masks up to 8M; rows of categories."""
-    return swept(np.random.default_rng(14), FACTS["sweep"], RandomOp, _is_quick)
 
 
 def _is_quick(p: RandomOp) -> bool:
@@ -142,7 +136,7 @@ def gpu_variant(p: RandomOp, rng: np.random.Generator) -> RandomOp:
 FAMILY = Family(
     name="random",
     params=RandomOp,
-    sweep=sweep,
+    sweep=points_of(14, FACTS["sweep"], RandomOp, _is_quick),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -27,7 +26,7 @@ from itercast.microbench.ops.family import (
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, scale_axes, swept
+from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, points_of, scale_axes
 
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
 SOFTMAX = ("_softmax", "_log_softmax", *SOFTMAX_BACKWARD)
@@ -57,15 +56,8 @@ class Reduction:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Reduction]:
-    """Yields points without end.
-
-    Rows, columns and whole tensors up to 8M elements; ops of training more often.
-    """
-    rng = np.random.default_rng(6)
-    return swept(
-        rng, FACTS["sweep"], Reduction, lambda p: p.outer * p.size * p.inner <= MAX_ELEMENTS
-    )
+def _fits(p: Reduction) -> bool:
+    return p.outer * p.size * p.inner <= MAX_ELEMENTS
 
 
 def build(p: Reduction, device: str) -> Workload:
@@ -251,7 +243,7 @@ def fallback(p: Reduction, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="reduction",
     params=Reduction,
-    sweep=sweep,
+    sweep=points_of(6, FACTS["sweep"], Reduction, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from itercast.microbench.ops.family import (
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise
-from itercast.microbench.ops.sizes import swept
+from itercast.microbench.ops.sizes import points_of, swept
 
 FACTS = facts_of(__file__)
 ONE, TWO, FUSED, ADAM = (
@@ -66,14 +67,6 @@ class OptimizerOp:
     zero_frac: float = 0.0
     aligned_frac: float = 1.0
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[OptimizerOp]:
-    """Yields points without end: 1 to 200 tensors, up to 16M elements together, 4M where fused.
-
-    Square roots are drawn three times as often as other ops, as zeros among their inputs matter.
-    """
-    return swept(np.random.default_rng(5), FACTS["cpu"], _drawn)
 
 
 def _drawn(tensors: int, numel: int = 0, each: int = 1, **fields: Any) -> OptimizerOp:
@@ -220,11 +213,6 @@ NAMES = (*ONE, NORM, *(n for n in TWO if not n.endswith("list")), *FACTS["counte
 OVERLOADS = ("default", "Scalar", "ScalarList", "List", "Tensor", "ScalarAndTensor")
 
 
-def gpu_points(rng: np.random.Generator) -> Iterator[OptimizerOp]:
-    """Yields points without end: foreach calls of AdamW and SGD over a model or a piece, fused."""
-    return swept(rng, FACTS["gpu"], _drawn)
-
-
 def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:
     """The point without zeros, since square roots of zeros are no faster on a GPU."""
     return replace(p, zero_frac=0.0)
@@ -268,7 +256,7 @@ def as_fused(calls: Sequence[OptimizerOp]) -> OptimizerOp:
 FAMILY = Family(
     name="optimizer",
     params=OptimizerOp,
-    sweep=sweep,
+    sweep=points_of(5, FACTS["cpu"], _drawn),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
@@ -281,7 +269,7 @@ FAMILY = Family(
     },
     weight=1.5,
     gpu_sweep=GpuSweep(
-        points=gpu_points,
+        points=partial(swept, stated=FACTS["gpu"], make=_drawn),
         variant=gpu_variant,
         resize=resize,
         slow_frac=0.2,

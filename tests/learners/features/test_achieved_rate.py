@@ -17,7 +17,7 @@ from itercast.learners.known_bundles import find_gpu
 from itercast.learners.models.trees import default_options
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.matrix.conv import Conv, flops
-from itercast.microbench.ops.matrix.gemm import FAMILY, Gemm, sweep
+from itercast.microbench.ops.matrix.gemm import FAMILY, Gemm
 
 SHIPS = Bundle.load(SHIPPED)
 HALF = Gpu(
@@ -59,7 +59,9 @@ def test_a_roofline_computes_at_the_achieved_rate_and_features_tell_the_peak() -
 
 def test_a_gpu_without_rows_is_as_far_from_its_rate_as_one_with_rows_from_its_own() -> None:
     """Rows of a GPU that takes twice the time at its peak, and states so, say nothing of others."""
-    known = timed(islice((p for p in sweep() if p.dtype == "fp32"), 200), lambda p: 2.0, HALF)
+    known = timed(
+        islice((p for p in FAMILY.sweep() if p.dtype == "fp32"), 200), lambda p: 2.0, HALF
+    )
     known = known[known["m"] * known["n"] * known["k"] > 1e7]  # those that compute
     prepared = prepare(known, FAMILY, {"half": HALF})
     model = learn_quickly(prepared, np.arange(len(known)), default_options(prepared.table))

@@ -42,7 +42,7 @@ def toy(name: str) -> Gpu:
 
 def in_fp32() -> Iterator[gemm.Gemm]:
     """The products that a CPU is swept for, but those in bf16."""
-    return (p for p in gemm.sweep() if p.dtype == "fp32")
+    return (p for p in gemm.FAMILY.sweep() if p.dtype == "fp32")
 
 
 def measured(name: str, count: int, skip: int = 0) -> pd.DataFrame:

@@ -18,8 +18,8 @@ from itercast.extras.images import pooling
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.matrix import attention, conv, recurrent
-from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, build, flops, from_grouped, sweep
+from itercast.microbench.ops.matrix import attention, conv, gemm, recurrent
+from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, build, flops, from_grouped
 from itercast.microbench.ops.memory import norm, reduction
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.random import RandomOp
@@ -317,7 +317,7 @@ def test_the_steps_of_a_layer_are_timed_as_the_module_runs_them(op: str) -> None
 
 
 def test_cpus_are_swept_for_whole_layers_of_lstms_and_for_steps_of_grus() -> None:
-    found = list(islice(recurrent.sweep(), 40))
+    found = list(islice(recurrent.FAMILY.sweep(), 40))
     assert {p.op for p in found} == {"lstm", "lstm_backward", "gru", "gru_backward"}
     assert {p.inputs == 1 for p in found if p.op.startswith("gru")} == {True}
     assert max(p.inputs for p in found if p.op.startswith("lstm")) > 1
@@ -337,7 +337,7 @@ def test_a_cpu_is_swept_in_bf16_in_every_layout() -> None:
     Without instructions for bf16 a CPU multiplies at 1 GFLOP/s in layout nn (gradients of inputs)
     and at 15 in tn: half of a step's time cannot be told from rows of another layout.
     """
-    half = [p for p in islice(sweep(), 150) if p.dtype == "bf16"]
+    half = [p for p in islice(gemm.FAMILY.sweep(), 150) if p.dtype == "bf16"]
     layouts = Counter(p.layout for p in half)
     assert set(layouts) == {"nn", "nt", "tn"} and min(layouts.values()) >= 3
     assert max(map(flops, half)) <= 1e9  # a second at that rate
