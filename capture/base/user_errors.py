@@ -58,7 +58,11 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """An error as one line: class and first line, then ", because of" and its cause likewise."""
+    """An error as one line: class and first line, then ", because of" and its cause likewise.
+
+    The cause is the error that it was raised from, or raised while handling (clean-up may fail
+    again). If the text quotes a worker's traceback, the first lines of the errors in that follow.
+    """
     text = str(exc).strip()
     errors = QUOTED.findall(text) if "Traceback (most recent" in text else []
     line = f"{type(exc).__name__}: {(text.splitlines() or [''])[0]}"

@@ -101,7 +101,10 @@ class InputLane:
         return replace(self, alone=alone, worker=worker, receive_us=factor * self.receive_us)
 
     def without(self, *stages: str, share: float = 1.0) -> InputLane:
-        """The lane as it would be if batches took a share less time in these stages."""
+        """The lane as it would be if batches took a share less time in these stages.
+
+        All batches shrink by the same factor. Stage ``waiting`` takes wall time but no CPU time.
+        """
         saved_us = share * sum(self.stages_us.get(name, 0.0) for name in stages)
         saved_cpu_us = saved_us
         if "waiting" in stages:

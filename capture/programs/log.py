@@ -340,7 +340,11 @@ class ProgramLog(OpLog):
             self.python("tp_loss" if func in LOSS else "dtensor_op")
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one of FSDP's copies into or out of its buffer, and log it as one kernel."""
+        """Run one of FSDP's copies into or out of its buffer, and log it as one kernel.
+
+        ``of``, in the logged call: empty views of the parts, so that the call touches their memory
+        but counts bytes once. FSDP's hooks are never compiled: no compiled function has the call.
+        """
         output = func(*args, **kwargs)
         flat = [t.reshape(-1) for t in tensors_in((args[0], kwargs))]
         buffer = max(flat, key=torch.Tensor.numel)

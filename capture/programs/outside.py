@@ -121,7 +121,10 @@ def _refuse(what: str, start: Callable[..., Any] | None = None) -> Callable[...,
 
 
 def _of_unix(name: str, what: str) -> Callable[..., Any]:
-    """Wrap a method of sockets: only Unix sockets, by which workers pass batches, may use it."""
+    """Wrap a method of sockets: only Unix sockets, by which workers pass batches, may use it.
+
+    ``bind`` to port 0 is allowed: a program looks for a free port.
+    """
     method, refused = getattr(socket.socket, name), _refuse(what)
 
     def call(own: socket.socket, address: Any) -> Any:

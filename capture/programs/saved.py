@@ -1,4 +1,9 @@
-"""Lets a script load what it saves: tensors keep shape, dtype and device, and known values."""
+"""Lets a script load what it saves: tensors keep shape, dtype and device, and known values.
+
+It covers ``torch.save``, modules given to ``torch.jit`` (``replaced.scripted``), safetensors and
+``torch.distributed.checkpoint``. The files hold no other data, and are removed when the script ends
+(``kept_files``).
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ class Shortened:
 
 
 class Skipped(torch.nn.Module):
-    """Stands for a layer that equals an earlier one, and returns its input."""
+    """Stands for a layer that equals an earlier one, and returns its input.
+
+    It has the layer's attributes; the layer's parameters are no part of the model.
+    """
 
     def __init__(self, layer: torch.nn.Module, passes_on: Callable[..., Any]) -> None:
         super().__init__()

@@ -109,7 +109,10 @@ class Asked:
         self._files |= files
 
     def answers(self, modules: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
-        """The ``Answers`` as plain values, with digests of imported ``modules`` (files)."""
+        """The ``Answers`` as plain values, with digests of imported ``modules`` (files).
+
+        Files of the system are left out, and those of packages, which are below ``installed``.
+        """
         skipped = (*SYSTEM, *installed)
         own = {name for name in self._files | modules if not name.startswith(skipped)}
         names = sorted(name for name in own if name in self._files or Path(name).is_file())

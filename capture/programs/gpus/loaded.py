@@ -1,5 +1,8 @@
-"""``torch.load`` of a file under fake tensors: shapes, devices, and the values of small integer
-tensors.
+"""``torch.load`` under fake tensors: shapes, devices, and the values of small integer tensors.
+
+Torch sets a loaded fake tensor's device in Python alone, so that its kernels meet two devices, and
+takes no function as ``map_location`` (torch 2.13, torch/_utils.py). Pretrained weights that would
+be downloaded are taken to be there: a forecast needs none of their numbers.
 """
 
 from __future__ import annotations

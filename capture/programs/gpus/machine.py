@@ -211,7 +211,10 @@ def _answering(value: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _optimizers_as_on_gpus(log: ProgramLog) -> Iterator[None]:
-    """Let optimizers take foreach kernels as on GPUs, and gradient scalers skip no step."""
+    """Let optimizers take foreach kernels as on GPUs, and gradient scalers skip no step.
+
+    The host waits for the scaler's check for infinities, unless the optimizer's kernel makes it.
+    """
     from torch.amp import grad_scaler
     from torch.optim import optimizer as base
     from torch.utils import _foreach_utils

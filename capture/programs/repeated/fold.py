@@ -79,7 +79,11 @@ def _folded(calls: Sequence[OpCall]) -> list[OpCall]:
 
 
 def _standing_for(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Yields (index of a part to keep, how many parts it stands for), after the first part."""
+    """Yields (index of a part to keep, how many parts it stands for), after the first part.
+
+    Neighbours of equal sizes have one for all. Where sizes steadily grow or shrink, the middle one
+    of each ``BLOCK`` parts is kept. All others, and the last, stand for themselves.
+    """
     begin, last = 1, len(sizes) - 1
     while begin < last:
         ends = (n for n in range(begin, last) if sizes[n] != sizes[begin])

@@ -157,7 +157,11 @@ class Growth:
         return confirms
 
     def allows(self, expected: Launched, launched: Launched | None) -> bool:
-        """Compare a confirming pass with the law; returns whether repeated ones were right."""
+        """Compare a confirming pass with the law; returns whether repeated ones were right.
+
+        If it differs, the law ends there; passes repeated before were right only if the pass before
+        ran.
+        """
         was_sure, self.sure = self.sure, expected == launched
         if not self.sure:
             self.ends = expected.number

@@ -17,7 +17,10 @@ ROWS = 16  # that are mapped
 
 @contextmanager
 def some_rows_through_models(log: ProgramLog) -> Iterator[None]:
-    """Let ``Dataset.map`` (package ``datasets``) run models on the GPU for the first rows only."""
+    """Let ``Dataset.map`` (package ``datasets``) run models on the GPU for the first rows only.
+
+    Other rows become copies of these. Functions that compute nothing on the GPU get all rows.
+    """
 
     def limit(module: Any) -> None:
         """Replace ``Dataset.map`` of the module ``datasets``."""

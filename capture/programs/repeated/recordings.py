@@ -141,7 +141,12 @@ class ModelPass(Recording):
         ]
 
     def enter(self, roots: tuple[Any, ...]) -> bool:
-        """Hook the autograd node by which backward enters; returns whether it can be repeated."""
+        """Hook the autograd node by which backward enters; returns whether it can be repeated.
+
+        For this, backward enters by one output, and all nodes outside of the pass are younger, so
+        that they run before it, and add to no gradient that the pass reaches. What a library's
+        ``backward`` does after autograd is known only if ``LASTING`` has it.
+        """
         reached_nodes = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, self.nodes)]
         entered = [(node, end) for node, end in reached_nodes if end[0] in self.nodes]
         ends_unseen = self.model.library and not LASTING

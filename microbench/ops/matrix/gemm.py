@@ -232,9 +232,9 @@ def from_mm(call: OpCall) -> Gemm | None:
 
 
 def from_integers(call: OpCall) -> Gemm:
-    """Describe a product by integers of 8 or 4 bits, _int_mm(A, B) or A by packed weights.
+    """Describe a product by integers of 8 or 4 bits: _int_mm(A, B), or A by packed weights.
 
-    As one in 16 bits, of which there are rows.
+    It is described as a product in 16 bits, since only these were measured.
     """
     a, result = call.args[0], call.outputs[0]
     dtype = "fp16" if a.dtype == "int8" else a.dtype
