@@ -202,7 +202,8 @@ def find_adapters(calls: Sequence[OpCall], weights: set[int]) -> Iterator[Adapte
             down = products.get(up.read) if up is not None else None
             if base is None or up is None or down is None or base.read != down.read:
                 continue
-            if down.made.shape[-1] < min(up.made.shape[-1], _columns(calls[down.number])):
+            inputs = calls[down.number].args[-2].shape[-1]
+            if down.made.shape[-1] < min(up.made.shape[-1], inputs):
                 yield Adapter(
                     base=base.weight,
                     down=down.weight,
@@ -221,11 +222,6 @@ def without_adapters(calls: Sequence[OpCall], adapters: Sequence[Adapter]) -> li
         for i, call in enumerate(calls)
         if i not in gone
     ]
-
-
-def _columns(product: OpCall) -> int:
-    """Columns of a linear layer's input."""
-    return int(product.args[-2].shape[-1])
 
 
 def _root(t: TensorSpec, makers: dict[int, OpCall]) -> int:

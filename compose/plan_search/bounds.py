@@ -19,11 +19,6 @@ from itercast.compose.simulate.stages import chunks_of, dealt
 Sent = tuple[PricedOp, float]  # a message, and how often
 
 
-def gpu_us(rank: Rank) -> float:
-    """Time that all GPUs of a plan compute in a step."""
-    return mean_us(rank) * rank.plan.world_size
-
-
 def mean_us(rank: Rank) -> float:
     """The mean over stages of the compute of all micro-batches, however layers are dealt."""
     plan = rank.plan

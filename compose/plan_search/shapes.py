@@ -14,7 +14,7 @@ from math import inf
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.plan_search.bounds import gpu_us
+from itercast.compose.plan_search.bounds import mean_us
 from itercast.compose.plan_search.candidates import Search
 from itercast.compose.simulate.rank import Rank
 
@@ -97,7 +97,8 @@ class Shapes:
         for shape, plans in taken.items():
             legal = self.search.legal(plans)
             ranks += legal
-            least = FINER_TAKES * self.scores_per_us * gpu_us(legal[0]) if legal else 0.0
+            all_gpus_us = mean_us(legal[0]) * legal[0].plan.world_size if legal else 0.0
+            least = FINER_TAKES * self.scores_per_us * all_gpus_us
             for other in self.waiting:
                 if other.refines(shape):
                     self.bounds[other] = max(self.bounds[other], least)

@@ -49,16 +49,6 @@ def hosts(run: Run, budget_s: float, grace_s: float) -> int:
     return rows
 
 
-def attention(run: Run, budget_s: float, grace_s: float) -> int:
-    """Sweep attention calls of the campaign's file."""
-    return run.sweep(("attention",), budget_s, grace_s, run.points)
-
-
-def convolutions(run: Run, budget_s: float, grace_s: float) -> int:
-    """Sweep convolutions, norms and poolings of the campaign's file."""
-    return run.sweep(SHAPED, budget_s, grace_s, run.points)
-
-
 def products(run: Run, budget_s: float, grace_s: float) -> int:
     """Sweep products of the campaign's file, then let the largest ones run for seconds."""
     end_s = time.monotonic() + budget_s

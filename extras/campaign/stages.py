@@ -69,9 +69,9 @@ def second(run: Run, budget_s: float, grace_s: float) -> int:
     return rows + run.sweep(names, budget_s - (time.monotonic() - begin_s), grace_s, run.points)
 
 
-def points(run: Run, budget_s: float, grace_s: float) -> int:
-    """Sweep the points of the file only."""
-    return run.sweep(None, budget_s, grace_s, run.points)
+def points(run: Run, budget_s: float, grace_s: float, names: Sequence[str] | None = None) -> int:
+    """Sweep the points of the campaign's file only: of these families, None for all."""
+    return run.sweep(names, budget_s, grace_s, run.points)
 
 
 def iterations(run: Run, budget_s: float, grace_s: float, most: int | None = None) -> int:
@@ -107,10 +107,10 @@ PLANS: dict[str, tuple[Stage, ...]] = {
     "second": (
         Stage(name="hosts", seconds=360, measure=again.hosts),
         Stage(name="products", seconds=240, measure=again.products),
-        Stage(name="attention", seconds=300, measure=again.attention),
+        Stage(name="attention", seconds=300, measure=partial(points, names=("attention",))),
         Stage(name="optimizers", seconds=180, measure=again.optimizers),
         Stage(name="held_out", seconds=120, measure=again.held_out),
-        Stage(name="convolutions", seconds=240, measure=again.convolutions),
+        Stage(name="convolutions", seconds=240, measure=partial(points, names=again.SHAPED)),
         Stage(name="traces", seconds=240, measure=again.traces),
         Stage(name="transfers", seconds=120, measure=again.transfers),
     ),

@@ -92,7 +92,8 @@ def _log(
     if not log.rows:
         return None
     facts = machine(log, stated, hints)
-    op = log.collective or text_of(stated.get("collective")) or _named(path.name)
+    in_name = next((op for op in OPS if op in path.name), "")
+    op = log.collective or text_of(stated.get("collective")) or in_name
     if not op or not all(facts.values()):
         lacking = next((name for name, value in facts.items() if not value), "collective")
         where = "an option" if lacking in facts else "the file's name"
@@ -104,11 +105,6 @@ def _log(
     places = [f"{collector.name(path)}:{row[0]}" for row in log.rows]
     rows = rows.assign(op=OPS[op], run_id=run_id, origin=places)
     return collector.add("collective", rows, ("world_size", "ranks_per_node", "message_bytes"))
-
-
-def _named(file_name: str) -> str:
-    """The collective in a file name; empty without one."""
-    return next((op for op in OPS if op in file_name), "")
 
 
 def machine(log: Log, stated: Facts, hints: Hints) -> Row:

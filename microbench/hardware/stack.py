@@ -154,11 +154,6 @@ def _stack(name: str, entry: Mapping[str, Any], file: Path = FILE) -> Stack:
     return stack
 
 
-def stack_names() -> list[str]:
-    """Names of the stacks that are known."""
-    return sorted(known_stacks())
-
-
 def load_stack(name: str) -> Stack:
     """The stack of this name or release; ValueError, naming the known ones, where there is none.
 
@@ -171,7 +166,7 @@ def load_stack(name: str) -> Stack:
     newest = next(map(software_version, releases), ()) or software_version(name)
     too_new = not NIGHTLY.match(name) and software_version(name)[:1] > newest[:1]
     if stack is None or too_new:
-        raise unknown("stack", name, stack_names(), like=releases[:3])
+        raise unknown("stack", name, sorted(known_stacks()), like=releases[:3])
     return stack
 
 

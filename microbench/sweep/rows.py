@@ -61,11 +61,6 @@ def new_run_id(label: str) -> str:
     return f"{now}-{os.getpid()}-{label}"
 
 
-def software() -> str:
-    """The measuring software and its version, as in the column ``stack``."""
-    return f"torch-{torch.__version__}"
-
-
 @functools.cache
 def machine(device: str) -> Row:
     """Columns ``host``, and of a GPU ``gpu_uuid`` and ``gpu_index``, its number on the host."""
@@ -93,7 +88,7 @@ def make_row(
         "family": family,
         "gpu": order.gpu,
         **machine(order.device),
-        "stack": software(),
+        "stack": f"torch-{torch.__version__}",
         "timer": timer,
         "threads": order.threads,
         "repeat": repeat,

@@ -283,8 +283,3 @@ class Anchor:
                 job()
             medians_us[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(9))
         return medians_us
-
-
-def geometric_means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-    """Geometric mean of the two values under each name."""
-    return {name: (first[name] * second[name]) ** 0.5 for name in first}
