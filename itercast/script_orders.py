@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,10 +64,10 @@ def telling(*orders: ScriptOrder) -> Iterator[list[ScriptOrder]]:
     tasks: dict[str, TaskID] = {}
     with progress_bar() as bar:
 
-        def tell(label: str, doing: str) -> None:
+        def tell(order: ScriptOrder, doing: str) -> None:
+            label = f"running {order.path.name} as rank 0 of {order.world_size}"
             if label not in tasks:
                 tasks[label] = bar.add_task(label, total=None)
             bar.update(tasks[label], description=f"{label}: {doing}")
 
-        labels = [f"running {o.path.name} as rank 0 of {o.world_size}" for o in orders]
-        yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, labels, strict=True)]
+        yield [replace(order, tell=tell) for order in orders]

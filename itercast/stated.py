@@ -165,7 +165,7 @@ def script_line(
         sharing = round(batch.own_samples * worlds[0] / batch.samples)
         samples += f", each shared by {sharing} ranks" if sharing > 1 else ""
     ranks = f"one of {' or '.join(map(str, worlds))} ranks" if max(worlds) > 1 else "one process"
-    parts = [f"products in {' and '.join(products)}"] * bool(products)
+    parts = [f"matrix products in {' and '.join(products)}"] * bool(products)
     parts.append(launches("compile" in engine, "graph" in engine))
     return f"a step of {name} as {ranks}: {samples}; {', '.join(parts)}"
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -76,7 +76,7 @@ class ScriptOrder:
     steps: int = 3
     limit_s: int = 600
     anew: bool = False
-    tell: Callable[[str], object] = field(default=lambda told: None, compare=False)
+    tell: Callable[[ScriptOrder, str], object] = field(default=lambda *told: None, compare=False)
 
     def __post_init__(self) -> None:
         if (name := self.module or self.path.name) in LAUNCHERS:
@@ -232,7 +232,8 @@ class ScriptProcess:
     """
 
     def __init__(self, order: ScriptOrder, command: Sequence[str], share: float = 1.0) -> None:
-        self.script, self.limit_s, self._tell = order.path, order.limit_s, order.tell
+        self.script, self.limit_s = order.path, order.limit_s
+        self._tell = partial(order.tell, order)
         self._most_frac = share * MOST_MEMORY
         self._command, self._stack = command, ExitStack()
 

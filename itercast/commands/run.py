@@ -379,12 +379,11 @@ def _print(name: str, row: ScriptForecast) -> None:
     if row.loading_us:
         if row.step_us < forecast.iteration_us - 5:  # in hundredths of a ms another number
             table.add_row("without waits for batches", f"{row.step_us * 1e-3:,.2f} ms")
-        table.add_row(
-            "batches of a rank's step", f"{row.loading_us * 1e-3:,.2f} ms in one process here"
-        )
+        loading = f"{row.loading_us * 1e-3:,.2f} ms a step, by one process on this machine"
+        table.add_row("loading its batches", loading)
         table.add_row("DataLoader", row.advice)
     if program.passes:
-        table.add_row("runs", ", ".join(program.passes))
+        table.add_row("passes of a step", ", ".join(program.passes))
     if program.optimizer_steps > 1:
         each_ms = forecast.iteration_us / program.optimizer_steps * 1e-3
         table.add_row("optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")

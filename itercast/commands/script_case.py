@@ -172,7 +172,7 @@ def model_lines(facts: Row) -> list[str]:
     where, alone = ("one GPU", "") if gpus == 1 else (f"{gpus} GPUs", " on one GPU")
     updates = f" for each of {facts['updates']} updates" if facts["updates"] > 1 else ""
     second = f"the whole script on {where}{updates}: {whole_us * 1e-3:.2f} ms; "
-    second += f"its model and loss alone{alone}, which plans are of: {model_us * 1e-3:.2f} ms"
+    second += f"its model and loss alone{alone}, on which plans are based: {model_us * 1e-3:.2f} ms"
     if gpus == 1 and whole_us:
         second += f" ({100 * (model_us / whole_us - 1):+.1f} %)"
     notes = (f"note: {note}" for note in facts["notes"])

@@ -88,7 +88,7 @@ def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
         float(re.findall(rf"{row} ([\d.]+) ms", told)[0])
         for row in (
             "without waits for batches",
-            "batches of a rank's step",
+            "loading its batches",
             "waits for its batches",
         )
     )
@@ -281,7 +281,7 @@ def test_several_gpus_and_numbers_of_them_make_a_table(own_cache: Path) -> None:
     assert len(re.findall(r" \d+ %, [A-Za-z ]+ \d+ %", told)) == 2
     line, assumed, *_ = out.splitlines()
     assert line.startswith("a step of train_gpt.py as one of 2 ranks: 8 samples a rank, 16 in all")
-    assert line.endswith("; products in bf16, eager launches") and "host usual" in assumed
+    assert line.endswith("; matrix products in bf16, eager launches") and "host usual" in assumed
     code, out, _ = run("--explain-assumptions", "--gpu=a100-sxm-80gb", str(EXAMPLE), *SMALL)
     assert code == 0 and "most on host.event_us.launch" in out
     assert re.search(r"│ host.event_us.launch +│ +[\d.]+ │", out.split("forecast rests on")[1])

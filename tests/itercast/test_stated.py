@@ -200,13 +200,13 @@ def test_a_model_found_in_a_script_is_told_with_what_plans_leave_out() -> None:
     assert found == f"found Net: {size}, fp32, sgd+clip"
     whole, alone = step.split("; ")
     assert whole == "the whole script on one GPU: 1.00 ms"
-    assert alone == "its model and loss alone, which plans are of: 0.95 ms (-5.0 %)"
+    assert alone == "its model and loss alone, on which plans are based: 0.95 ms (-5.0 %)"
     assert note == "note: its optimizer Lion is taken to be adamw"
     found, step, _ = model_lines(facts | {"script_gpus": 4, "updates": 5, "recompute": True})
     assert found.endswith("sgd+clip, layers recomputed")
     whole, alone = step.split("; ")
     assert whole == "the whole script on 4 GPUs for each of 5 updates: 1.00 ms"
-    assert alone == "its model and loss alone on one GPU, which plans are of: 0.95 ms"
+    assert alone == "its model and loss alone on one GPU, on which plans are based: 0.95 ms"
 
 
 @pytest.mark.parametrize(
@@ -224,4 +224,4 @@ def test_ranks_that_share_samples_are_counted(
 ) -> None:
     batch = Batch(samples=everyone, tokens=0, own_samples=own, grouped=True)
     line = script_line("a.py", batch, [ranks], ["bf16"], "eager")
-    assert line == f"a step of a.py as {told}products in bf16, eager launches"
+    assert line == f"a step of a.py as {told}matrix products in bf16, eager launches"
