@@ -82,7 +82,8 @@ def _fits(p: EmbeddingBag) -> bool:
     return small and (p.op, p.mode) != ("sparse_backward", "max")  # there is none
 
 
-def _bags(bags: int, pooling: int, **fields: Any) -> EmbeddingBag:
+def bags_of(bags: int, pooling: int, **fields: Any) -> EmbeddingBag:
+    """A point from sizes as YAML files state them; ``pooling``: look-ups of a bag."""
     return EmbeddingBag(bags=bags, lookups=bags * pooling, **fields)
 
 
@@ -284,7 +285,7 @@ def fallback(p: EmbeddingBag, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="embedding_bag",
     params=EmbeddingBag,
-    sweep=points_of(11, SWEPT["cpu"], _bags, _fits, _with_random_bags),
+    sweep=points_of(11, SWEPT["cpu"], bags_of, _fits, _with_random_bags),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
@@ -300,7 +301,7 @@ FAMILY = Family(
     call_name=call_name,
     fallback=fallback,
     gpu_sweep=GpuSweep(
-        points=partial(swept, stated=SWEPT["gpu"], make=_bags, finish=_with_random_bags),
+        points=partial(swept, stated=SWEPT["gpu"], make=bags_of, finish=_with_random_bags),
         dtypes=GPU_DTYPES,
         resize=resize,
         allocated_bytes=allocated_bytes,

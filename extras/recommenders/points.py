@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from itercast.extras.lookups import embedding_bag
-from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.capture.base.yaml_text import facts_of
+from itercast.extras.lookups.embedding_bag import EmbeddingBag, bags_of
 from itercast.extras.lookups.random_streams import with_random_stream
-from itercast.extras.recommenders import sparse_update
 from itercast.extras.recommenders.sparse_update import SparseUpdate
 from itercast.extras.recommenders.tables.placement import Placement
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Point, log_uniform
+from itercast.microbench.ops.sizes import swept
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
-from itercast.microbench.store import Row
 
+FACTS = facts_of(__file__)
 MOST_POINTS = 4000  # of a family; more than any sweep measures
 HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
 OF_TABLES = ("embedding_bag", "sparse_update")
@@ -28,40 +27,27 @@ MODELS = 24  # dense parts that are captured
 DENSE_POINTS = 80  # of a family, so that most of a sweep's time is left for lookups
 MOST_LOOKUPS = 2**17
 MOST_ELEMENTS = 2**24
-MOST_TABLES = 32  # looked up or updated one after the other
 MOST_TABLE_ELEMENTS = 2**26  # of all of them
 
 
 def lookup_points() -> dict[str, list[Point]]:
     """Embedding bags and sparse updates of tables as in ``itercast.extras.recommenders.tasks``."""
-    rng = np.random.default_rng(0)
-    drawn: dict[str, list[Point]] = {name: [] for name in OF_TABLES}
-    for sizes in islice(_tables(rng), MOST_POINTS):
-        op = str(rng.choice(embedding_bag.OPS))
-        drawn["embedding_bag"].append(with_random_stream(rng, EmbeddingBag(op=op, **sizes)))
-        op, sizes = str(rng.choice(sparse_update.OPS)), {**sizes}
-        del sizes["bags"]
-        drawn["sparse_update"].append(with_random_stream(rng, SparseUpdate(op=op, **sizes)))
-    return drawn
+    how = (_fits, with_random_stream)
+    return {
+        "embedding_bag": _drawn("embedding_bag", bags_of, *how),
+        "sparse_update": _drawn("sparse_update", SparseUpdate, *how),
+    }
 
 
-def _tables(rng: np.random.Generator) -> Iterator[Row]:
-    """Sizes of tables and of their lookups in a batch; two of three follow others like them."""
-    while True:
-        tables = log_uniform(rng, 2, MOST_TABLES) if rng.random() < 2 / 3 else 1
-        bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 128)
-        sizes: Row = {
-            "rows": round(10 ** rng.uniform(2.0, 6.7)),
-            "dim": int(rng.choice([8, 16, 32, 64, 128])),
-            "bags": bags,
-            "lookups": bags * pooling,
-            "tables": tables,
-        }
-        gathered = tables * sizes["lookups"] * sizes["dim"]
-        held = tables * sizes["rows"] * sizes["dim"]
-        small = sizes["lookups"] <= MOST_LOOKUPS and gathered <= MOST_ELEMENTS
-        if small and held <= MOST_TABLE_ELEMENTS:
-            yield sizes
+def _drawn(family: str, *how: Any) -> list[Point]:
+    """Points of a family, ``swept`` as points.yaml states them."""
+    return list(islice(swept(np.random.default_rng(0), FACTS[family], *how), MOST_POINTS))
+
+
+def _fits(p: EmbeddingBag | SparseUpdate) -> bool:
+    gathered, held = (p.tables * n * p.dim for n in (p.lookups, p.rows))
+    small = p.lookups <= MOST_LOOKUPS and gathered <= MOST_ELEMENTS
+    return small and held <= MOST_TABLE_ELEMENTS
 
 
 def dense_points() -> dict[str, list[Point]]:
@@ -97,8 +83,4 @@ def dense_points() -> dict[str, list[Point]]:
 
 def message_points() -> dict[str, list[Point]]:
     """Messages of 256 bytes to 16 MiB: all_to_all of vectors, all_reduce of gradients."""
-    rng = np.random.default_rng(0)
-    ops = rng.choice(["all_to_all", "all_reduce"], size=MOST_POINTS, p=[0.6, 0.4])
-    sizes = [64 * log_uniform(rng, 4, 2**18) for _ in ops]
-    messages = [Collective(op=str(op), message_bytes=n) for op, n in zip(ops, sizes, strict=True)]
-    return {"collective": messages}
+    return {"collective": _drawn("collective", Collective)}

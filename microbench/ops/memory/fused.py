@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import cast
@@ -12,6 +11,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -22,9 +22,9 @@ from itercast.microbench.ops.family import (
     Part,
     Tensor,
     Workload,
-    log_uniform,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import points_of
 
 CALL = "itercast.fused"
 MAX_ELEMENTS = 2**23
@@ -49,20 +49,15 @@ class Fused:
     dtype: str = "fp32"
 
 
-def sweep() -> Iterator[Fused]:
-    """Yields points without end: chains of 1 to 12 ops on 1 to 4 inputs with 1 or 2 results."""
-    rng = np.random.default_rng(15)
-    while True:
-        rows, width = log_uniform(rng, 1, 8192), 32 * log_uniform(rng, 1, 128)
-        numel, inputs, results = rows * width, int(rng.integers(1, 5)), int(rng.integers(1, 3))
-        if numel <= MAX_ELEMENTS:
-            itemsize = ITEMSIZE_BYTES["fp32"]
-            yield Fused(
-                ops=int(rng.integers(max(results, inputs), 13)),
-                numel=numel,
-                read_bytes=inputs * numel * itemsize,
-                written_bytes=results * numel * itemsize,
-            )
+def _chained(rows: int, width: int, inputs: int, results: int, ops: int) -> Fused:
+    """A point from sizes as the YAML file states them; each input and result takes part."""
+    numel, nbytes = rows * width, rows * width * ITEMSIZE_BYTES["fp32"]
+    sides = {"read_bytes": inputs * nbytes, "written_bytes": results * nbytes}
+    return Fused(ops=max(ops, inputs, results), numel=numel, **sides)
+
+
+def _fits(p: Fused) -> bool:
+    return p.numel <= MAX_ELEMENTS
 
 
 def build(p: Fused, device: str) -> Workload:
@@ -177,7 +172,7 @@ def fallback(p: Fused, measured: Measured) -> list[Part]:
 FAMILY = Family(
     name="fused",
     params=Fused,
-    sweep=sweep,
+    sweep=points_of(15, facts_of(__file__), _chained, _fits),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

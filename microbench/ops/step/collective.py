@@ -9,16 +9,16 @@ all_to_all, the output of all_gather. Source: nccl-tests, doc/PERFORMANCE.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import dist, torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import ITEMSIZE_BYTES, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -28,8 +28,8 @@ from itercast.microbench.ops.family import (
     Tensor,
     Workload,
     itemsize_bytes,
-    log_uniform,
 )
+from itercast.microbench.ops.sizes import points_of
 from itercast.microbench.ops.step.alpha_beta import (
     EXCHANGE,
     EXPERTS,
@@ -46,7 +46,6 @@ from itercast.microbench.ops.step.alpha_beta import (
 )
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", *NEIGHBOURS)
-PAIR, ALL = 2, 2**20  # ranks of a group; all that there are
 ALONG = ("log_bus_us", "log_message", "log_share")
 COVARIANCE = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
 # Beyond these ends the ratio to the roofline is that at the end.
@@ -75,21 +74,6 @@ class Collective:
     network_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
     dtype: str = "fp32"
-
-
-def sweep() -> Iterator[Collective]:
-    """Yields collectives with messages of 64 B to 64 MiB, without end, of all ranks and of pairs.
-
-    all_reduce is drawn three times as often as any other, since gradients are synchronised by it;
-    30 % of them in fp16, which a CPU adds one by one: not faster although it has half the bytes.
-    """
-    rng = np.random.default_rng(12)
-    for ranks in cycle((ALL, PAIR)):
-        op = str(rng.choice((*OPS, "all_reduce", "all_reduce")))
-        half = op == "all_reduce" and rng.random() < 0.3
-        size = 64 * log_uniform(rng, 1, 2**20)
-        dtype = "fp16" if half else "fp32"
-        yield Collective(op=op, message_bytes=size, world_size=ranks, dtype=dtype)
 
 
 def build(p: Collective, device: str) -> Workload:
@@ -195,7 +179,7 @@ def features(p: Collective, gpu: Gpu) -> dict[str, Numbers | str]:
 FAMILY = Family(
     name="collective",
     params=Collective,
-    sweep=sweep,
+    sweep=points_of(12, facts_of(__file__), Collective),
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,

@@ -19,7 +19,7 @@ from itercast.microbench.ops.step.alpha_beta import (
     network_us,
     ring_network_us,
 )
-from itercast.microbench.ops.step.collective import OPS, Collective, features, sweep
+from itercast.microbench.ops.step.collective import FAMILY, OPS, Collective, features
 
 MIB = 2**20
 H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
@@ -141,7 +141,7 @@ def test_features_name_link_pattern_and_the_slower_of_link_and_network() -> None
 
 def test_a_sweep_sums_fp16_gradients_too() -> None:
     """On a CPU half the bytes are no faster to add: plans that compress ask for their own times."""
-    found = {(p.op, p.dtype) for p in islice(sweep(), 200)}
+    found = {(p.op, p.dtype) for p in islice(FAMILY.sweep(), 200)}
     assert {op for op, dtype in found if dtype == "fp16"} == {"all_reduce"}
     assert ("all_reduce", "fp32") in found
 
