@@ -52,8 +52,12 @@ class Fused:
 def _chained(rows: int, width: int, inputs: int, results: int, ops: int) -> Fused:
     """A point from sizes as the YAML file states them; each input and result takes part."""
     numel, nbytes = rows * width, rows * width * ITEMSIZE_BYTES["fp32"]
-    sides = {"read_bytes": inputs * nbytes, "written_bytes": results * nbytes}
-    return Fused(ops=max(ops, inputs, results), numel=numel, **sides)
+    return Fused(
+        ops=max(ops, inputs, results),
+        numel=numel,
+        read_bytes=inputs * nbytes,
+        written_bytes=results * nbytes,
+    )
 
 
 def _fits(p: Fused) -> bool:
