@@ -36,7 +36,8 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.pages``: ``comparison``, ``family`` and ``plan``, which make the HTML pages of
   `itercast evaluate`, of a family's training, and of `itercast plan --report`.
 - ``itercast.inputs``: ``with_input``, which feeds a forecast step by a DataLoader, and ``advice``,
-  how many workers hide it (``itercast.extras.input.pipeline`` has both).
+  how many workers hide it (``itercast.extras.input.pipeline`` has both); ``training_facts`` and
+  ``training_rows``, how long an epoch takes (``itercast.extras.input.training``).
 - ``itercast.lengths``: ``stated``, which rewrites a step whose sequences have unlike lengths
   (``itercast.extras.lengths.sequences.unlike_lengths``).
 - ``itercast.traces``: ``step`` and ``program``, which make the timelines that ``--trace`` writes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,8 @@ from itercast.capture.base.cores import cores, cpu_model
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.capture.input.timers import (
     BatchLog,
+    BatchTime,
+    Clock,
     batch_size,
     own_times,
     timed_batches,
@@ -40,54 +43,87 @@ class TakenBatches:
     """The batches that a program took from its DataLoaders, and how long each took.
 
     ``samples``: of each batch since the last ``begin_step``; without a DataLoader the first axis of
-    what models in training are given. ``copied_ahead``: see ``InputLane``.
+    what models in training are given. ``loader``: of the last batch. ``copied_ahead``: see
+    ``InputLane``.
     """
 
     def __init__(self) -> None:
         self.log = BatchLog()
-        self.took_us: list[float] = []  # this process's time for each batch
+        self.of = dict[Any, OfLoader]()  # by DataLoader
         self.loader: Any = None
-        self.nbytes = 0
         self.copied_ahead = False
         # Called at each batch, with each tensor of one, and where a DataLoader has none left.
         self.came: Callable[[], None] = lambda: None
         self.given: Callable[[torch.Tensor], None] = lambda tensor: None
-        self.passed: Callable[[], None] = lambda: None
+        self.passed: Callable[[Any], None] = lambda loader: None
+        # Whether a DataLoader has none left, though it may have.
+        self.ends: Callable[[Any], bool] = lambda loader: False
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget how many samples were taken so far."""
         self.samples: list[int] = []
 
+    def started(self, loader: Any, took_us: float) -> None:
+        """Note that a loader began a pass, for which its first worker was started."""
+        self.of.setdefault(loader, OfLoader()).start_us = took_us
+
     def note(self, loader: Any, took_us: float, batch: Any) -> None:
         """Note a batch that a loader gave, for which this process's thread worked ``took_us``."""
-        samples, self.nbytes = batch_size(batch, loader)
-        self.samples.append(samples)
-        self.took_us.append(took_us)
+        of = self.of.setdefault(loader, OfLoader())
+        of.samples, of.nbytes = batch_size(batch, loader)
+        self.samples.append(of.samples)
+        of.took_us.append(took_us)
         self.loader = loader
         self.log.collect()
+        of.batches += self.log.batches
+        self.log.batches = []
         self.came()
 
-    def lane(self, name: str) -> InputLane | None:
-        """The input lane of the loader whose batch came last; None where no batch was timed."""
-        timed = self.log.batches[1:] or self.log.batches  # the first one warms up
-        took_us = self.took_us[1:] or self.took_us
-        if self.loader is None or not timed or not self.samples:
+    @property
+    def count(self) -> int:
+        """How many batches came."""
+        return sum(len(of.took_us) for of in self.of.values())
+
+    def lane(self, name: str, loader: Any = None) -> InputLane | None:
+        """The input lane of a loader, by default that of the last batch; None where none was timed.
+
+        Its first batch warms up.
+        """
+        loader = self.loader if loader is None else loader
+        if loader is None or not (of := self.of[loader]).batches:
             return None
-        workers = self.loader.num_workers
+        timed, took_us = of.batches[1:] or of.batches, of.took_us[1:] or of.took_us
+        workers = loader.num_workers
+        stay = getattr(loader, "persistent_workers", False)
         return InputLane(
             loader=name,
             workers=workers,
-            prefetch=self.loader.prefetch_factor or 1,
-            batch_samples=self.samples[-1],
-            batch_bytes=self.nbytes,
+            prefetch=loader.prefetch_factor or 1,
+            batch_samples=of.samples,
+            batch_bytes=of.nbytes,
             cores=cores(),
             alone=Batches() if workers else own_times(timed),
             worker=worker_times(timed) if workers else Batches(),
             receive_us=sum(took_us) / len(took_us) if workers else 0.0,
             copied_ahead=self.copied_ahead,
             cpu=cpu_model(),
+            start_us=0.0 if stay or not workers else of.start_us,
         )
+
+
+@dataclass(slots=True)
+class OfLoader:
+    """Batches of one DataLoader, in us; ``took_us``: this process's time for each.
+
+    ``samples``, ``nbytes``: of the last one. ``start_us``: to start a worker for a pass.
+    """
+
+    batches: list[BatchTime] = field(default_factory=list)
+    took_us: list[float] = field(default_factory=list)
+    samples: int = 0
+    nbytes: int = 0
+    start_us: float = 0.0
 
 
 def _faked(value: Any) -> Any:
@@ -206,6 +242,9 @@ def loaders_give_real_batches(taken: TakenBatches, known: Known, gpu: Any = None
     def next_batch(iterator: Any) -> Any:
         """As ``next`` of a DataLoader's iterator: load a real batch, note it, return it as fake."""
         loader = loaders[iterator]
+        if taken.ends(loader):
+            taken.passed(loader)
+            raise StopIteration
         mode = None if loader.num_workers or loader in on_host else gpu
         puts_before = mode and mode.memory.puts
         try:
@@ -214,7 +253,7 @@ def loaders_give_real_batches(taken: TakenBatches, known: Known, gpu: Any = None
                 batch = original_next(iterator)
                 took_us = (time.thread_time_ns() - start_ns) * 1e-3
         except StopIteration:
-            taken.passed()
+            taken.passed(loader)
             raise
         taken.note(loader, took_us, batch)
         memory = mode.memory if mode and mode.memory.puts > puts_before else None
@@ -234,12 +273,22 @@ def loaders_give_real_batches(taken: TakenBatches, known: Known, gpu: Any = None
             with _for_real(), _one_worker(loader):
                 _fill(loader.dataset, set(), known.known_values)
                 _fill_collator(loader.collate_fn, known.known_values)
+                clock = Clock()
                 start(iterator, loader)
+                taken.started(loader, clock.read()[0])
 
         return call
 
+    many = kinds[1]
+    begin_again = many._reset  # the next pass of workers that stay
+
+    def reset(iterator: Any, *args: Any, **options: Any) -> None:
+        with _for_real():
+            begin_again(iterator, *args, **options)
+
     contexts: list[AbstractContextManager[Any]] = [
         timed_batches(taken.log.note),
+        patch.object(many, "_reset", reset),
         patch.object(iterators, "__init__", init),
         patch.object(iterators, "__next__", next_batch),
         *(patch.object(kind, "__init__", starting(kind.__init__)) for kind in kinds),

@@ -52,7 +52,8 @@ class InputLane:
     the training process for a batch of a worker, its sampler included. ``crowd`` workers at once
     each need ``crowding`` times the CPU time of one. ``stages_us``: mean time of a batch by stage.
     ``copied_ahead``: batches are copied to the GPU beside the step before, from pinned memory on a
-    stream of their own. ``files``: what an epoch reads.
+    stream of their own. ``files``: what an epoch reads. ``start_us``: to start a worker, which
+    each epoch does; 0 without workers, and where they stay.
     """
 
     loader: str
@@ -70,12 +71,13 @@ class InputLane:
     copied_ahead: bool = False
     files: tuple[FileGroup, ...] = ()
     cpu: str = ""
+    start_us: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.alone.wall_us or self.worker.wall_us):
             raise ValueError("an input lane needs the times of at least one batch")
         least = {"workers": 0, "prefetch": 1, "batch_samples": 1, "batch_bytes": 0, "cores": 1}
-        least |= {"receive_us": 0, "crowd": 1, "crowding": 1}
+        least |= {"receive_us": 0, "crowd": 1, "crowding": 1, "start_us": 0}
         for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is at least {low}, got {getattr(self, name)!r}")
@@ -98,7 +100,8 @@ class InputLane:
     def slower(self, factor: float) -> InputLane:
         """The lane if each batch took ``factor`` times as long to make and to receive."""
         alone, worker = (b.scaled(wall=factor, cpu=factor) for b in (self.alone, self.worker))
-        return replace(self, alone=alone, worker=worker, receive_us=factor * self.receive_us)
+        lane = replace(self, alone=alone, worker=worker, receive_us=factor * self.receive_us)
+        return replace(lane, start_us=factor * self.start_us)
 
     def without(self, *stages: str, share: float = 1.0) -> InputLane:
         """The lane as it would be if batches took a share less time in these stages.

@@ -74,6 +74,7 @@ class KnownRanks:
             samples=max(facts.get("samples", 0) for facts in fields),
             rows_given=max(facts.get("rows_given", 0) for facts in fields),
             optimizer_steps=max(facts.get("optimizer_steps", 1) for facts in fields),
+            training=fields[0].get("training"),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from itercast.capture.base.cache_folder import packed, unpacked
 from itercast.capture.base.files import write_atomic
@@ -49,7 +50,7 @@ class ProgramCapture:
     where not each backward has one forward. ``grouped``: whether the ranks made a process group.
     ``optimizer_steps``: how many steps optimizers make in it; those without a backward between them
     count as one. ``passes``: its backwards and updates, and the lines that call them. ``notes``:
-    what was assumed, in sentences.
+    what was assumed, in sentences. ``training``: the steps that follow, and what is between them.
     """
 
     world_size: int
@@ -62,6 +63,32 @@ class ProgramCapture:
     optimizer_steps: int = 1
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    training: Training | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A pass of an epoch over another DataLoader: what a rank launches for one of its batches."""
+
+    batches: int
+    program: ProgramCapture
+    lane: InputLane | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What is known of a script's whole training, as its first rank sees it; 0 where it is not.
+
+    ``epoch_steps``: steps, as the captured one, in a pass over the DataLoader that feeds them;
+    ``steps``: in all passes. ``evaluations``: of an epoch. ``followed``: to the end of the epoch,
+    so that there are no others; ``saved_bytes``: what ``torch.save`` is given there.
+    """
+
+    epoch_steps: int = 0
+    steps: int = 0
+    evaluations: tuple[Evaluation, ...] = ()
+    followed: bool = False
+    saved_bytes: int = 0
 
 
 def launch_order(calls: Sequence[OpCall]) -> list[int]:
@@ -78,20 +105,37 @@ def launch_order(calls: Sequence[OpCall]) -> list[int]:
 
 def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:
     """Write a captured program, with the measured times of its DataLoader, as gzip JSON."""
+    write_atomic(path, packed(_plain(program, lane)))
+
+
+def _plain(program: ProgramCapture, lane: InputLane | None) -> dict[str, Any]:
+    """A program and its lane as plain values, its evaluations among them."""
     plain = {f.name: pack(getattr(program, f.name)) for f in fields(program)}
-    plain["input"] = asdict(lane) if lane else None
-    write_atomic(path, packed(plain))
+    if training := program.training:
+        passes = [[x.batches, _plain(x.program, x.lane)] for x in training.evaluations]
+        others = {f.name: getattr(training, f.name) for f in fields(training)}
+        plain["training"] = {**others, "evaluations": passes}
+    return {**plain, "input": asdict(lane) if lane else None}
 
 
 def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
     """A captured program and its input lane; ValueError for any other file."""
     try:
-        plain = unpacked(path.read_bytes())
-        lane, ranks = plain.pop("input"), plain.pop("ranks").items()
-        by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
-        peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
-        texts = {name: tuple(map(str, plain.pop(name))) for name in ("notes", "passes")}
-        program = ProgramCapture(**{**plain, **texts}, ranks=by_rank, peak_bytes=peaks)
-        return program, made_of(InputLane, lane, "input") if lane else None
+        return _program_of(unpacked(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc
+
+
+def _program_of(plain: dict[str, Any]) -> tuple[ProgramCapture, InputLane | None]:
+    """The program and the lane that ``_plain`` was given."""
+    lane, ranks = plain.pop("input"), plain.pop("ranks").items()
+    by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
+    peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
+    texts = {name: tuple(map(str, plain.pop(name))) for name in ("notes", "passes")}
+    if training := plain.pop("training"):
+        passes = [(n, *_program_of(one)) for n, one in training.pop("evaluations")]
+        evaluations = tuple(Evaluation(batches=n, program=p, lane=x) for n, p, x in passes)
+        training = Training(**training, evaluations=evaluations)
+    others = {**plain, **texts, "training": training}
+    program = ProgramCapture(**others, ranks=by_rank, peak_bytes=peaks)
+    return program, made_of(InputLane, lane, "input") if lane else None

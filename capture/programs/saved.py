@@ -50,6 +50,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: Any, known_values: KnownValues) -> None:
         super().__init__(file)
         self._known_values = known_values
+        self.sizes = dict[int, int]()  # bytes of storages, by their address
 
     def reducer_override(self, value: Any) -> Any:
         """How pickle makes a value again: a function and its arguments."""
@@ -59,6 +60,8 @@ class _Pickler(pickle.Pickler):
         fake = isinstance(value, FakeTensor)
         if not fake and type(value) is not Tensor:  # a loader's small integers are real ones
             return NotImplemented
+        storage = value.untyped_storage()
+        self.sizes[storage._cdata] = storage.nbytes()
         gpu = value.get_device()  # ``device`` is the CPU here
         place = f"cuda:{gpu}" if gpu >= 0 else str(value.device)
         numbers = self._known_values(value) if fake else value
@@ -93,11 +96,22 @@ def _opened(file: Any, mode: str) -> AbstractContextManager[Any]:
     return open(file, mode) if is_path else nullcontext(file)
 
 
-def _save(known_values: KnownValues, obj: object, f: Any, *args: Any, **options: Any) -> None:
-    """As ``torch.save``; where an object cannot be pickled (FSDP's groups), the file ends early."""
-    data = BytesIO()
+def _save(
+    known_values: KnownValues,
+    note: Callable[[int], None],
+    obj: object,
+    f: Any,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """As ``torch.save``; where an object cannot be pickled (FSDP's groups), the file ends early.
+
+    ``note`` is given the bytes of its tensors.
+    """
+    pickler = _Pickler(data := BytesIO(), known_values)
     with suppress(TypeError, AttributeError, RuntimeError, pickle.PicklingError):
-        _Pickler(data, known_values).dump(obj)
+        pickler.dump(obj)
+    note(sum(pickler.sizes.values()))
     with _opened(f, "wb") as file:
         file.write(OURS + data.getvalue())
 
@@ -206,7 +220,7 @@ class _Slice:
 
 
 @contextmanager
-def _safetensors(known_values: KnownValues) -> Iterator[None]:
+def _safetensors(save: Callable[..., None]) -> Iterator[None]:
     """Let safetensors write what ``torch.save`` would, and read it again."""
     import safetensors
     import safetensors.torch as library
@@ -220,7 +234,7 @@ def _safetensors(known_values: KnownValues) -> Iterator[None]:
         return tensors
 
     def serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        _save(known_values, (tensors, metadata), filename)
+        save((tensors, metadata), filename)
 
     def serialize(tensors: Any, metadata: Any = None) -> bytes:
         serialize_file(tensors, buffer := BytesIO(), metadata)
@@ -283,9 +297,9 @@ def _loads_distributed(
 
 
 @contextmanager
-def saved_for_loading(known: Known) -> Iterator[None]:
-    """Let a script read again what it saves, inside the context."""
-    save, read = partial(_save, known.known_values), partial(_load, known.keep)
+def saved_for_loading(known: Known, note: Callable[[int], None]) -> Iterator[None]:
+    """Let a script read again what it saves, inside the context; ``note`` is given its bytes."""
+    save, read = partial(_save, known.known_values, note), partial(_load, known.keep)
     load = partial(_loads_distributed, state_dict_loader._load_state_dict)
     with ExitStack() as stack:
         for context in (
@@ -296,5 +310,5 @@ def saved_for_loading(known: Known) -> Iterator[None]:
         ):
             stack.enter_context(context)
         if find_spec("safetensors"):
-            stack.enter_context(_safetensors(known.known_values))
+            stack.enter_context(_safetensors(save))
         yield

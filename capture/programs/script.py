@@ -42,14 +42,17 @@ from itercast.capture.programs.kept_files import KEPT
 from itercast.capture.programs.kernels.own import WITHOUT_CUDA, own_kernels
 from itercast.capture.programs.kernels.xformers import xformers_attention
 from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.objects import AwaitedError
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations, Lines
+from itercast.capture.programs.repeated.forms import UnlikeError
 from itercast.capture.programs.repeated.mapped import some_rows_through_models
+from itercast.capture.programs.reports.epoch import EnoughSteps
 from itercast.capture.programs.reports.notes import script_notes
 from itercast.capture.programs.reports.progress import printed_progress
 from itercast.capture.programs.saved import saved_for_loading
-from itercast.capture.programs.steps import KINDS, EnoughSteps, Steps
+from itercast.capture.programs.steps import KINDS, Steps
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
@@ -148,12 +151,13 @@ def capture_script(
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
             stack.enter_context(loaders_give_real_batches(taken, log.routing, on_gpu))
             stack.enter_context(some_rows_through_models(log))
-            stack.enter_context(saved_for_loading(log.routing))
             stack.enter_context(log.routing.lists_at_once())
             stack.enter_context(own_kernels(log))
             stack.enter_context(xformers_attention())
             stack.enter_context(weights_not_downloaded(log.guesses))
-            steps = _run_until_enough_steps(script, log, taken, finder, gpu.kind != "cpu")
+            follows = rank == 0 and finder is None  # beyond its steps, to the end of its epoch
+            how = finder, gpu.kind != "cpu", follows
+            steps = _run_until_enough_steps(script, log, taken, *how)
         taken.copied_ahead = log.gpu_memory.beside
         guesses = [f"{guess}{_place(at, script)}" for guess, at in log.guesses.items()]
         return {
@@ -162,6 +166,7 @@ def capture_script(
             "optimizer_steps": steps.optimizer_steps,
             "passes": steps.kept_passes(script.named),
             "notes": [*steps.notes, *guesses, *steps.own_input()],
+            "training": steps.epoch.training(rank, world_size, steps.trained),
         }
 
     ranks = (0,) if finder else ()  # plans are made of no pipeline: one rank has the whole model
@@ -182,7 +187,12 @@ def _rows_given(steps: Steps, taken: TakenBatches) -> int:
 
 
 def _run_until_enough_steps(
-    script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None, on_gpu: bool
+    script: Script,
+    log: ProgramLog,
+    taken: TakenBatches,
+    finder: Finder | None,
+    on_gpu: bool,
+    follows: bool,
 ) -> Steps:
     """Run the script until it has made enough steps; ``log`` has the launches of the last one.
 
@@ -191,6 +201,7 @@ def _run_until_enough_steps(
     lines = partial(_running_lines, script)
     evaluated, how = Evaluations(_outside_torch), (script.patience_s, on_gpu)
     steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, *how)
+    steps.epoch.may_follow = follows
     argv = [str(script.path), *script.arguments]
 
     def doing(frame: FrameType) -> str:
@@ -204,16 +215,24 @@ def _run_until_enough_steps(
             runs_of_steps(log),
             patch.object(Optimizer, "_patch_step_function", lambda made: steps.made(made)),
             finder.watching(log) if finder else nullcontext(),
+            saved_for_loading(log.routing, steps.epoch.saved),
         ):
             if script.module:
                 runpy.run_module(script.module, run_name="__main__")
             else:
                 runpy.run_path(str(script.path), run_name="__main__")
-    except (Exception, SystemExit, EnoughSteps) as exc:
+    except (Exception, SystemExit, EnoughSteps, UnlikeError, AwaitedError) as exc:
+        if isinstance(exc, UnlikeError | AwaitedError) and not steps.epoch.follows:
+            raise
         exits = isinstance(exc, SystemExit) and not exc.code
         has_step = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
         if not (steps.enough or has_step):  # else it failed after what is needed of it
             raise _refusal(exc, steps.done, script, on_gpu) from exc
+        steps.epoch.complete |= exits
+    else:
+        steps.epoch.complete = True
+    finally:
+        steps.epoch.close()
     if not steps.kept and steps.enough:
         raise RefusedError(f"{script.path.name}: {steps.notes[0]}")
     if not steps.kept:

@@ -24,6 +24,7 @@ from itercast.capture.programs.repeated.evaluations import (
     in_one_loop,
     learned_from,
 )
+from itercast.capture.programs.reports.epoch import EnoughSteps, Epoch
 from itercast.capture.programs.trained.finder import trains
 from itercast.capture.programs.trained.loss import tensors_of
 
@@ -40,10 +41,6 @@ NOT_REACHED = "training that the script calls was not reached: a longer --limit 
 UPDATES = 0  # no id of an optimizer, but a key beside them in ``Step.stepped``
 
 Place = tuple[int, Lines]  # the index in KINDS of what ended, and where
-
-
-class EnoughSteps(BaseException):
-    """Raised to end a script when enough steps ran; no ``except Exception`` stops it."""
 
 
 class Step(NamedTuple):
@@ -114,8 +111,8 @@ class Steps:
         self.optimizers = WeakSet[Any]()  # that the script made, while they live
         self.waited, self.new_gradients = 0, False
         self.gpu_ops, self.fed = 0, list[Lines]()  # ops before the step that runs; copies in it
-        log.ended, taken.came = self.end, log.batch
-        taken.given, taken.passed = log.loaded.add, self._waits
+        self.epoch = Epoch(log, taken, lines, evaluations.outside_torch)
+        log.ended, taken.given, taken.passed = self.end, log.loaded.add, self._passed
         log.gpu_memory.came = lambda: self.fed.append(self.lines())
 
     @property
@@ -164,8 +161,16 @@ class Steps:
         self.optimizers.add(optimizer)
         PREPARE(optimizer)
 
+    def _passed(self, loader: Any) -> None:
+        """Note that a DataLoader has no batch left."""
+        self.epoch.passed(loader)
+        self._waits()
+
     def end(self, kind: str, owner: Any) -> None:
         """Note the end of one of ``KINDS``; ``owner``: the optimizer, or the module."""
+        self.epoch.ended(kind, owner)
+        if self.epoch.follows:
+            return
         if kind == "forward":
             self.evaluations.ran(owner, self.trains_later)
             if not owner.training:
@@ -236,7 +241,7 @@ class Steps:
         """
         self.waited += 1
         if self.waited == WAITED:
-            taken = f"over DataLoaders, of {len(self.taken.took_us):,} batches in all"
+            taken = f"over DataLoaders, of {self.taken.count:,} batches in all"
             note = f"no step of an optimizer in {WAITED:,} backwards and passes {taken}"
             self.notes.insert(0, f"{note}{self.quoted(self.lines())}")
             self.enough = True
@@ -277,6 +282,7 @@ class Steps:
         self.gpu_ops, self.fed = log.gpu_memory.ops, []
         self.places, self.stepped, self.passes = set(), Counter(), []
         self.inferences, self.earlier = [], []
+        self.epoch.step_ended()
         log.reset()
         self.taken.begin_step()
         kind = KINDS[self.kind]
@@ -293,7 +299,9 @@ class Steps:
                 later = kind == "forward" and calls_training(self.lines())
                 self.enough = not later or time.monotonic() > self.late_s
                 self.notes += [NOT_REACHED] * (later and self.enough)
-        if self.enough:
+        if self.enough and kind == "optimizer":
+            self.epoch.follow(len(self.ended), len(self.kept))
+        if self.enough and not self.epoch.follows:
             raise EnoughSteps
 
     def _is_whole(self, lines: Lines) -> bool:

@@ -65,6 +65,7 @@ class ScriptForecast:
     advice: str  # how many workers of the DataLoader hide it
     captured: CapturedScript
     order: ScriptOrder
+    training: Row  # times of an epoch and of all, as far as they are known
 
 
 Pairs = Sequence[tuple[str, int]]  # GPU and number of them, of each row
@@ -188,6 +189,7 @@ def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[Script
 def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) -> ScriptForecast:
     """Forecast a captured script, with waits for its DataLoader where one was measured."""
     from itercast.compose.programs.forecast import forecast_program
+    from itercast.compose.programs.scripts import CapturedScript
 
     target = order.target
     program, lane = captured.program, captured.lane
@@ -199,6 +201,10 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
         fed = (forecast, lane, target, program.samples)
         advice = function_of("inputs", "advice")(*fed)
         forecast = function_of("inputs", "with_input")(*fed)
+    evaluated = program.training.evaluations if program.training else ()
+    scripts = (CapturedScript(program=x.program, lane=x.lane, kept=True) for x in evaluated)
+    batches = [(_forecast(order, script, None).forecast, script.lane) for script in scripts]
+    between = program.training, forecast, lane, batches
     if trace is not None:
         from itercast.commands.shared import write_trace
 
@@ -210,6 +216,7 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
         advice=advice,
         captured=captured,
         order=order,
+        training=function_of("inputs", "training_facts")(*between),
     )
 
 
@@ -226,7 +233,7 @@ def _facts(name: str, row: ScriptForecast) -> dict[str, Any]:
     facts |= {
         rate: getattr(row.forecast, rate) or None for rate in ("samples_per_s", "tokens_per_s")
     }
-    return {"case": name, **asdict(row.forecast), **facts}
+    return {"case": name, **asdict(row.forecast), **row.training, **facts}
 
 
 def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
@@ -247,7 +254,9 @@ def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
     unusual = [text for other in gpus.values() for text in without_units(products, other)]
     if products[:1] == ["fp32"]:
         unusual += filter(None, [unusual_dtype({"dtype": "fp32"}, gpu)])
-    facts = {"unusual": unusual, "assumes": assumes([row.forecast for row in rows])}
+    disks = dict.fromkeys(row.training["assumes"] for row in rows if "assumes" in row.training)
+    assumed = "; ".join([assumes([row.forecast for row in rows]), *disks])
+    facts = {"unusual": unusual, "assumes": assumed}
     if lines := machine_lines(rows[0].order.target):
         facts["machine"] = [*lines, *_advised(rows)]
     return {"forecast_of": line, **facts}
@@ -382,6 +391,8 @@ def _print(name: str, row: ScriptForecast) -> None:
         loading = f"{row.loading_us * 1e-3:,.2f} ms a step, by one process on this machine"
         table.add_row("loading its batches", loading)
         table.add_row("DataLoader", row.advice)
+    for fact in function_of("inputs", "training_rows")(row.training):
+        table.add_row(*fact)
     if program.passes:
         table.add_row("passes of a step", ", ".join(program.passes))
     if program.optimizer_steps > 1:
