@@ -27,11 +27,11 @@ def in_words(duration_s: float) -> str:
     if duration_s < 99.5:
         short = duration_s < 0.9995
         return f"{duration_s * 1e3:.3g} ms" if short else f"{duration_s:.3g} s"
+    words = ""
     for unit, below, below_s, times, most in SAID:
         number, rest = divmod(round(duration_s / below_s), times)
-        if number < most:
-            break
-    return f"{number} {unit} {rest} {below}"
+        words = words or (f"{number} {unit} {rest} {below}" if number < most else "")
+    return words
 
 
 def counted(number: int, thing: str) -> str:

@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from itercast.capture.opcall import OpCall, StepCapture, changed
-from itercast.capture.programs.program import ProgramCapture
+from itercast.capture.programs.program import Evaluation, ProgramCapture, Training
 from itercast.compose.programs.scripts import (
     POLL_S,
     CapturedScript,
@@ -80,7 +81,7 @@ def program_between(
     Both must launch the same ops on the same shapes, as rank 0, with groups of all ranks. Numbers
     among the arguments stay, or grow with the number of ranks, or with its inverse.
     """
-    plain = replace(less, world_size=more.world_size, ranks=more.ranks)
+    plain = replace(less, world_size=more.world_size, ranks=more.ranks, training=more.training)
     if plain != more or less.ranks.keys() != {0} or more.ranks.keys() != {0}:
         return None
     step_of_less, step_of_more = less.ranks[0], more.ranks[0]
@@ -94,7 +95,28 @@ def program_between(
             return None
         calls.append(call)
     step: StepCapture = replace(step_of_less, calls=tuple(calls))
-    return replace(less, world_size=world_size, ranks={0: step})
+    program = replace(less, world_size=world_size, ranks={0: step}, training=None)
+    if less.training is None or more.training is None:
+        return program
+    training = _training_between(less.training, more.training, by_ranks)
+    return replace(program, training=training) if training else None
+
+
+def _training_between(less: Training, more: Training, by_ranks: _ByRanks) -> Training | None:
+    """The training as so many ranks; None if its evaluations do not follow from those of others."""
+    evaluations = list[Evaluation]()
+    if len(less.evaluations) != len(more.evaluations):
+        return None
+    for a, b in zip(less.evaluations, more.evaluations, strict=True):
+        program = program_between(a.program, b.program, by_ranks.wanted)
+        if program is None:
+            return None
+        batches = by_ranks.shared(a.batches, b.batches)
+        evaluations.append(Evaluation(batches=batches, program=program, lane=b.lane))
+    epoch_steps = by_ranks.shared(less.epoch_steps, more.epoch_steps)
+    epochs = more.steps / more.epoch_steps if more.epoch_steps else 0.0
+    steps = round(epochs * epoch_steps) or by_ranks.shared(less.steps, more.steps)
+    return replace(more, epoch_steps=epoch_steps, steps=steps, evaluations=tuple(evaluations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +138,10 @@ class _ByRanks:
         same_otherwise = changed(a, args=b.args, kwargs=b.kwargs) == b
         unknown = args is UNKNOWN or any(value is UNKNOWN for value in kwargs.values())
         return changed(a, args=args, kwargs=kwargs) if same_otherwise and not unknown else None
+
+    def shared(self, a: int, b: int) -> int:
+        """How many of a number of things is each rank's: ``a`` of fewer, ``b`` of more ranks."""
+        return b if a == b else ceil(a * self.fewer / self.wanted)
 
     def value(self, a: Any, b: Any) -> Any:
         """The argument that is ``a`` for fewer ranks and ``b`` for more, or ``UNKNOWN``."""

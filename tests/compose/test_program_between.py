@@ -1,7 +1,9 @@
 """A script's step as numbers of ranks between two that were captured, by hand."""
 
+from dataclasses import replace
+
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.programs.program import COLLECTIVE, Evaluation, ProgramCapture, Training
 from itercast.compose.programs.several import program_between
 
 
@@ -30,3 +32,19 @@ def test_steps_that_differ_by_more_say_nothing_of_those_between() -> None:
     assert program_between(program(8, size=512), program(64), 16) is None
     assert program_between(program(8, group=4), program(64, group=32), 16) is None
     assert program_between(program(8, scale=0.5), program(64, scale=0.4), 16) is None
+
+
+def test_an_epoch_is_shared_by_all_ranks_where_their_sampler_shares_it() -> None:
+    """1,000 samples by 8, evaluated by 16: 125 and 63 batches of one rank, 32 and 16 of four."""
+
+    def trained(ranks: int, epoch_steps: int, batches: int) -> ProgramCapture:
+        evaluation = Evaluation(batches=batches, program=program(ranks))
+        training = Training(
+            epoch_steps=epoch_steps, steps=3 * epoch_steps, evaluations=(evaluation,)
+        )
+        return replace(program(ranks), training=training)
+
+    assert program_between(trained(1, 125, 63), trained(8, 16, 8), 4) == trained(4, 32, 16)
+    assert program_between(trained(1, 125, 63), trained(8, 125, 63), 4) == trained(4, 125, 63)
+    unlike = replace(trained(8, 16, 8), training=Training(epoch_steps=16, steps=48))
+    assert program_between(trained(1, 125, 63), unlike, 4) is None

@@ -1,0 +1,186 @@
+"""How long an epoch and a whole training are, and what a script does between its steps, by hand."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from small_scripts import captured, written
+
+from itercast.capture.programs.program import Training, read_program, write_program
+
+# 1,000 samples by 8, evaluated on 200 by 16: 125 steps and 13 batches; on 4 ranks, which the
+# sampler gives 250 each, 32 steps (the last one of 2 samples).
+DATA = """
+import os, torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+world = int(os.environ["WORLD_SIZE"])
+def made(rows):
+    return TensorDataset(torch.randn(rows, 64), torch.zeros(rows, dtype=torch.long))
+train, test = made(1000), made(200)
+if world > 1:
+    torch.distributed.init_process_group("nccl")
+sampler = DistributedSampler(train) if world > 1 else None
+train = DataLoader(train, batch_size=8, sampler=sampler)
+test = DataLoader(test, batch_size=16)
+layers = torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+model = torch.nn.Sequential(*layers).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Options: epochs, limit = 3, 300
+def step(x, y):
+    torch.nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+def trained():
+    model.train()
+    for x, y in train:
+        step(x, y)
+def evaluated():
+    model.eval()
+    seen = 0
+    with torch.no_grad():
+        for x, y in test:
+            (model(x.cuda()).argmax(-1) == y.cuda()).sum().item()
+            seen += len(y)
+    return seen
+"""
+EPOCHS = """
+for epoch in range(Options.epochs):
+    trained()
+    evaluated()
+    torch.save(model.state_dict(), "model.pt")
+"""
+CHECKED = EPOCHS.replace("    evaluated()", "    assert evaluated() == len(test.dataset)")
+PARAMETERS = 64 * 32 + 32 + 32 * 10 + 10
+
+
+def training(folder: Path, text: str, gpus: int = 1, **options: int) -> Training:
+    program = captured(written(folder, DATA + text), gpus=gpus, **options)
+    assert program.training is not None
+    write_program(program, path := folder / "program.json.gz")
+    assert read_program(path)[0].training == program.training
+    return program.training
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("gpus", "steps"), [(1, 125), (4, 32)])
+def test_an_epoch_is_followed_to_its_end(tmp_path: Path, gpus: int, steps: int) -> None:
+    found = training(tmp_path, EPOCHS, gpus)
+    assert (found.epoch_steps, found.steps, found.followed) == (steps, 3 * steps, True)
+    assert found.saved_bytes == 4 * PARAMETERS
+    (evaluation,) = found.evaluations
+    assert evaluation.batches == 13 and evaluation.program.samples == 16
+    calls = evaluation.program.ranks[0].calls
+    products = [call for call in calls if call.op == "aten.addmm.default"]
+    assert [call.args[1].shape for call in products] == [(16, 64), (16, 32)]
+    assert {call.phase for call in calls} == {"forward"} and evaluation.lane is not None
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_script_that_checks_what_it_saw_gets_its_step_and_what_was_seen(tmp_path: Path) -> None:
+    """It saw three batches, and fails: neither the second evaluation nor what it saves is known."""
+    found = training(tmp_path, CHECKED)
+    assert (found.epoch_steps, found.steps, found.followed) == (125, 375, False)
+    assert [x.batches for x in found.evaluations] == [13] and found.saved_bytes == 0
+
+
+IN_METHOD = "for epoch in range(1, Options.epochs + 1):\n    trained()"
+BAR = """
+def bar(rounds, total): yield from rounds
+for epoch in bar(range(Options.epochs), total=3):
+    trained()
+"""
+LIMITED = "max_train_steps = 200\nfor epoch in range(3):\n    trained()"
+ENDLESS = "while True:\n    trained()"
+FOLDS = "for fold in {1, 2}:\n    for epoch in range(3):\n        trained()"
+COUNTED = "batches = iter(train)\nfor i in range(Options.limit):\n    step(*next(batches))"
+HALVES = """
+for epoch in range(3):
+    for x, y in train:
+        for half in range(2):
+            step(x[4 * half:][:4], y[4 * half:][:4])
+"""
+QUARTERS = """
+for epoch in range(3):
+    for i, (x, y) in enumerate(train):
+        model(x.cuda()).sum().backward()
+        if i % 4 == 3:
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "epoch_steps", "steps"),
+    [
+        (IN_METHOD, 125, 3 * 125),
+        (BAR, 125, 3 * 125),
+        (LIMITED, 125, 200),
+        (ENDLESS, 125, 0),
+        (FOLDS, 125, 0),
+        (COUNTED, 125, 300),
+        (HALVES, 250, 3 * 250),
+        (QUARTERS, 32, 3 * 32),
+    ],
+)
+def test_the_training_ends_where_its_loops_do(
+    tmp_path: Path, text: str, epoch_steps: int, steps: int
+) -> None:
+    found = training(tmp_path, text)
+    assert (found.epoch_steps, found.steps, found.evaluations) == (epoch_steps, steps, ())
+
+
+WITHOUT_LENGTH = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(64), 0
+train = DataLoader(Stream(), batch_size=8)
+trained()
+"""
+WITHOUT_LOADER = """
+x, y = torch.zeros(8, 64), torch.zeros(8, dtype=torch.long)
+for i in range(10):
+    for j in range(Options.limit):
+        step(x, y)
+"""
+
+
+@pytest.mark.parametrize(("text", "steps"), [(WITHOUT_LENGTH, 0), (WITHOUT_LOADER, 3000)])
+def test_data_without_a_length_make_no_epoch(tmp_path: Path, text: str, steps: int) -> None:
+    found = training(tmp_path, text)
+    assert (found.epoch_steps, found.steps) == (0, steps)
+
+
+EVALUATED_FIRST = "evaluated()\nwhile True:\n    batches = iter(train)\n    step(*next(batches))"
+
+
+def test_an_evaluation_before_training_stands_for_those_that_are_not_reached(
+    tmp_path: Path,
+) -> None:
+    """Lightning checks that evaluations run, and makes those of an epoch in its last batch."""
+    found = training(tmp_path, EVALUATED_FIRST)
+    assert [x.batches for x in found.evaluations] == [13]
+
+
+STAYS = """
+import time
+trained()
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_script_that_stays_in_its_epoch_is_ended(tmp_path: Path) -> None:
+    found = training(tmp_path, STAYS)
+    assert found.epoch_steps == 125 and not found.followed
+
+
+AGAIN = DATA.replace("batch_size=8,", "batch_size=8, num_workers=2, persistent_workers=True,")
+
+
+def test_workers_that_stay_begin_a_second_pass(tmp_path: Path) -> None:
+    program = captured(written(tmp_path, AGAIN + EPOCHS), gpus=1)
+    assert program.training is not None and program.training.followed
