@@ -208,7 +208,7 @@ def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
     taken = TakenBatches()
     script = Script(path=written(tmp_path, IN_MEMORY))
     capture_script(script, H100, 1, 8, taken)
-    assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
+    assert taken.samples == [4] and taken.of[taken.loader].nbytes == 4 * (8 * 4 + 8)
 
 
 TRANSFORMED = """
