@@ -111,8 +111,8 @@ class Steps:
         self.optimizers = WeakSet[Any]()  # that the script made, while they live
         self.waited, self.new_gradients = 0, False
         self.gpu_ops, self.fed = 0, list[Lines]()  # ops before the step that runs; copies in it
-        self.epoch = Epoch(log, taken, lines, evaluations.outside_torch)
-        log.ended, taken.given, taken.passed = self.end, log.loaded.add, self._passed
+        self.epoch = Epoch(log, taken, lines, evaluations.outside_torch, self._waits)
+        log.ended, taken.given = self.end, log.loaded.add
         log.gpu_memory.came = lambda: self.fed.append(self.lines())
 
     @property
@@ -160,11 +160,6 @@ class Steps:
         """As ``Optimizer._patch_step_function``, which an optimizer that is made calls first."""
         self.optimizers.add(optimizer)
         PREPARE(optimizer)
-
-    def _passed(self, loader: Any) -> None:
-        """Note that a DataLoader has no batch left."""
-        self.epoch.passed(loader)
-        self._waits()
 
     def end(self, kind: str, owner: Any) -> None:
         """Note the end of one of ``KINDS``; ``owner``: the optimizer, or the module."""
@@ -299,10 +294,8 @@ class Steps:
                 later = kind == "forward" and calls_training(self.lines())
                 self.enough = not later or time.monotonic() > self.late_s
                 self.notes += [NOT_REACHED] * (later and self.enough)
-        if self.enough and kind == "optimizer":
-            self.epoch.follow(len(self.ended), len(self.kept))
-        if self.enough and not self.epoch.follows:
-            raise EnoughSteps
+        if self.enough:
+            self.epoch.follow(len(self.ended), len(self.kept) if kind == "optimizer" else 0)
 
     def _is_whole(self, lines: Lines) -> bool:
         """Whether to stop: an iteration is complete (it becomes ``kept``), or it takes too long.

@@ -258,3 +258,24 @@ def sent_in_parts(
             products = [ops[makers[s]] for s in beside[call.outputs[0].storage] if s in makers]
             priced[i] = partly_hidden(ops[i], (ranks - 1) / ranks, products, book)
     return priced
+
+
+def sent_bytes(program: ProgramCapture) -> dict[str, int]:
+    """Bytes of the messages that the first captured rank takes part in during a step, by kind.
+
+    Kinds are collectives: all_reduce, all_gather...
+    """
+    sent = Counter[str]()
+    for call in messages(program):
+        sent[call.kwargs["kind"]] += call.kwargs["bytes"]
+    return dict(sent.most_common())
+
+
+def messages(program: ProgramCapture) -> list[OpCall]:
+    """The collectives of the first captured rank in a step that other ranks take part in.
+
+    Those of repeated layers are written out; they come in the order in which they are launched.
+    """
+    calls = without_repeats(program.ranks[min(program.ranks)], apart=uncompiled).calls
+    launched = (calls[i] for i in launch_order(calls))
+    return [c for c in launched if c.op == COLLECTIVE and len(c.kwargs["ranks"]) > 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import ArgumentParser
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -17,7 +16,6 @@ from rich.table import Table
 
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.predict import Explain
 from itercast.commands.script_case import AsModule, print_under_plan
 from itercast.errors import leave_if_failed
@@ -49,7 +47,6 @@ from itercast.stated import (
 MOST_TIMES = 100  # no assumption: of a batch that fits, beyond which the number says nothing
 
 if TYPE_CHECKING:
-    from itercast.capture.opcall import OpCall
     from itercast.compose.forecast import Forecast
     from itercast.compose.programs.scripts import CapturedScript, ScriptOrder
     from itercast.microbench.store import Row
@@ -222,12 +219,13 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
 
 def _facts(name: str, row: ScriptForecast) -> dict[str, Any]:
     """A forecast as plain values; rates are null if the samples of a step are unknown."""
+    from itercast.compose.programs.price import sent_bytes
     from itercast.compose.time_parts import limits
 
     program = row.captured.program
     facts = {"step_us": row.step_us, "loading_us": row.loading_us, "notes": _notes(row)}
     facts["limits_frac"], facts["batches_that_fit"] = limits(row.forecast), _batches_that_fit(row)
-    facts |= {"sent_bytes": _sent(program), **_question(row), **_described(name, [row])}
+    facts |= {"sent_bytes": sent_bytes(program), **_question(row), **_described(name, [row])}
     facts |= {"optimizer_steps": program.optimizer_steps, "passes": program.passes}
     facts |= {"from_cache": row.captured.kept}
     facts |= {
@@ -323,30 +321,6 @@ def _compared(name: str, pairs: Pairs, rows: Rows) -> Table:
     return table
 
 
-def _sent(program: ProgramCapture) -> dict[str, int]:
-    """Bytes of the messages that the first captured rank takes part in during a step, by kind.
-
-    Kinds are collectives: all_reduce, all_gather...
-    """
-    sent = Counter[str]()
-    for call in _messages(program):
-        sent[call.kwargs["kind"]] += call.kwargs["bytes"]
-    return dict(sent.most_common())
-
-
-def _messages(program: ProgramCapture) -> list[OpCall]:
-    """The collectives of the first captured rank in a step that other ranks take part in.
-
-    Those of repeated layers are written out; they come in the order in which they are launched.
-    """
-    from itercast.compose.graph.compiled.repeats import without_repeats
-    from itercast.compose.programs.price import uncompiled
-
-    calls = without_repeats(program.ranks[min(program.ranks)], apart=uncompiled).calls
-    launched = (calls[i] for i in launch_order(calls))
-    return [c for c in launched if c.op == COLLECTIVE and len(c.kwargs["ranks"]) > 1]
-
-
 def _notes(row: ScriptForecast) -> list[str]:
     """What to know of how a step was captured and forecast, a sentence each."""
     return [*row.forecast.notes, *row.captured.program.notes]
@@ -376,13 +350,14 @@ def _fits(row: ScriptForecast) -> str:
 def _print(name: str, row: ScriptForecast) -> None:
     """Print a script's forecast as a table, with its memory, messages, DataLoader and notes."""
     from itercast.commands.shared import add_parts, forecast_table
+    from itercast.compose.programs.price import messages, sent_bytes
 
     forecast, program = row.forecast, row.captured.program
     ungrouped = forecast.world_size > 1 and not program.grouped  # makes no process group
     table = forecast_table(name, forecast, of=" of one process" * ungrouped, batches=_fits(row))
-    if sent := _sent(program):
+    if sent := sent_bytes(program):
         text = ", ".join(f"{kind} of {sized(nbytes)}" for kind, nbytes in sent.items())
-        sizes = sorted({len(call.kwargs["ranks"]) for call in _messages(program)})
+        sizes = sorted({len(call.kwargs["ranks"]) for call in messages(program)})
         among = " or ".join(map(str, sizes))
         table.add_row("messages of a rank", f"{text}, among {among} ranks")
     if row.loading_us:

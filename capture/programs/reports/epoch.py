@@ -81,9 +81,10 @@ class Epoch:
         taken: TakenBatches,
         lines: Callable[[], Lines],
         outside_torch: Callable[[str], bool],
+        waits: Callable[[], None],
     ) -> None:
         self.log, self.taken, self.began_s = log, taken, time.monotonic()
-        self.lines, self.outside_torch = lines, outside_torch
+        self.lines, self.outside_torch, self.waits = lines, outside_torch, waits
         self.fed_at: Lines = ()  # the lines that ran when the last batch came
         self.passes, self.before = dict[Any, Passes](), dict[Any, Passes]()  # by DataLoader
         self.at_ends = list[dict[int, int]]()  # batches by id of their loader, when steps ended
@@ -92,7 +93,7 @@ class Epoch:
         self.feeds: Any = None
         self.may_follow, self.follows, self.ended_feeding, self.complete = True, False, False, False
         self.left, self.saved_bytes, self.known = 0, 0, Training()
-        taken.came, taken.ends = self.came, self.ends
+        taken.came, taken.ends, taken.passed = self.came, self.ends, self.passed
 
     def came(self) -> None:
         """Note that a batch came: what was launched since the last one is that one's."""
@@ -147,6 +148,7 @@ class Epoch:
             cut = self.follows and passes.taken >= BATCHES
             passes.batches += batches_of(loader) if cut else passes.taken
             passes.taken = 0
+        self.waits()
 
     def ends(self, loader: Any) -> bool:
         """Whether a loader has no batch left; EnoughSteps where the next epoch begins."""
@@ -161,10 +163,13 @@ class Epoch:
         return loader in self.passes and self.passes[loader].taken >= BATCHES
 
     def follow(self, steps: int, at_once: int) -> None:
-        """Note how long the script trains, of which so many steps ended, and let it go on if it may.
+        """Note how long the script trains, of which so many steps ended; EnoughSteps if it may not go
+        on.
 
-        ``at_once``: steps of its iteration.
+        ``at_once``: steps of an optimizer in its iteration, 0 where it makes none.
         """
+        if not at_once:
+            raise EnoughSteps
         self.feeds, self.left = self.taken.loader, MORE * at_once
         epoch_steps = self._epoch_steps(steps, at_once)
         where = sys._getframe(1), self.outside_torch, self.fed_at
@@ -173,7 +178,7 @@ class Epoch:
         in_main = threading.current_thread() is threading.main_thread()
         free = in_main and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
         if not (self.may_follow and self.feeds is not None and free):
-            return
+            raise EnoughSteps
         signal.signal(signal.SIGALRM, self._late)
         took_s = time.monotonic() - self.began_s
         signal.setitimer(signal.ITIMER_REAL, min(took_s, LONGEST_S), AGAIN_S)
