@@ -74,11 +74,11 @@ def training_rows(facts: Row) -> list[tuple[str, str]]:
         if passes:
             number = " + ".join(f"{n:,}" for n in passes)
             unit = "batch" if passes == [1] else "batches"
-            rows.append(("  its evaluation", f"{number} {unit}, {in_words(evaluation_s)} of it"))
+            rows.append(("its evaluation", f"{number} {unit}, {in_words(evaluation_s)} of it"))
         if facts["workers_start_s"]:
-            rows.append(("  its workers start", f"{in_words(facts['workers_start_s'])} of it"))
+            rows.append(("its workers start", f"{in_words(facts['workers_start_s'])} of it"))
         if saved := facts["saved_bytes"]:
-            rows.append(("  it saves", f"{sized(saved)}, {in_words(facts['saving_s'])} of it"))
+            rows.append(("it saves", f"{sized(saved)}, {in_words(facts['saving_s'])} of it"))
     if steps_in_all := facts["training_steps"]:
         epochs = steps_in_all / steps if steps else 0.0
         whole = epochs >= 1 and isclose(epochs, round(epochs), rel_tol=1e-3)

@@ -43,9 +43,9 @@ def test_an_epoch_has_steps_evaluations_starts_of_workers_and_checkpoints() -> N
     assert found["gpu_hours"] == pytest.approx(4 * found["training_s"] / 3600)
     assert training_rows(found) == [
         ("an epoch", "125 steps, 15.1 s"),
-        ("  its evaluation", "13 batches, 520 ms of it"),
-        ("  its workers start", "80 ms of it"),
-        ("  it saves", "1.4 GB, 2 s of it"),
+        ("its evaluation", "13 batches, 520 ms of it"),
+        ("its workers start", "80 ms of it"),
+        ("it saves", "1.4 GB, 2 s of it"),
         ("3 epochs", "375 steps, 45.3 s, 0.0503 GPU-hours"),
     ]
     assert found["assumes"] == "checkpoints written at 0.7 GB/s"
