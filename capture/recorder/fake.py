@@ -70,9 +70,9 @@ def fake_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if is_sparse(tensor):
         new = fake_sparse(tensor, dtype).requires_grad_(tensor.requires_grad)
     else:
-        new = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=dtype, requires_grad=tensor.requires_grad
-        )
+        is_fake = isinstance(tensor, FakeTensor)  # whose copy is on the same device
+        make = tensor.new_empty_strided if is_fake else torch.empty_strided
+        new = make(tensor.size(), tensor.stride(), dtype=dtype, requires_grad=tensor.requires_grad)
     parameter = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
 

@@ -326,4 +326,5 @@ def emulated(gpu: Gpu, cores_of_a_rank: float = 0, per_node: int = 1) -> Emulate
         sm_count=int(gpu.sm_count),
         compute_capability=COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0)),
         host_cores=round(cores_of_a_rank * per_node) if gpu.kind == "gpu" else 0,
+        l2_bytes=int(gpu.l2_bytes),
     )

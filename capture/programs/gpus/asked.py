@@ -7,10 +7,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/")
 SET_HERE = ("ITERCAST_PARENT", "TORCHINDUCTOR_CACHE_DIR")  # variables of this process, by us, torch
 READ_ALL = ("copy", "popitem", "__iter__")  # functions that read every variable, whatever its name
 WRITES = os.O_WRONLY | os.O_RDWR
+BY_PYTHON = {"os", "genericpath", "posixpath", "pathlib"}  # modules that look at files for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +38,20 @@ class EmulatedGpu:
     sm_count: int
     compute_capability: tuple[int, int]
     host_cores: int = 0
+    l2_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Answers:
     """What a script found on its machine: digests of files and environment variables by name, and
     facts about the GPU. A kept capture is valid while they ``hold``.
+
+    ``seen``: what its own code saw of files that it may not have read: whether they are there, how
+    large they are.
     """
 
     files: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     gpu: dict[str, Any] = field(default_factory=dict)
 
@@ -51,6 +59,7 @@ class Answers:
         """Whether a script would find the same now, on such a GPU."""
         return (
             all(_digest(Path(name)) == known for name, known in self.files.items())
+            and all(_sight(name, os.stat) == known for name, known in self.seen.items())
             and all(_variable(os.environ, name) == known for name, known in self.variables.items())
             and all(_plain(getattr(gpu, name)) == known for name, known in self.gpu.items())
         )
@@ -65,6 +74,7 @@ class Asked:
     def __init__(self, gpu: EmulatedGpu) -> None:
         self._gpu, self._answers = gpu, Answers()
         self._files, self._before = set[str](), dict(os.environ)
+        self._seen = dict[str, tuple[str, str]]()  # by path what was seen first, and whose code did
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._gpu, name)
@@ -73,9 +83,11 @@ class Asked:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note files and folders that are read from here on, and variables inside the context."""
+        """Note files and folders that are read from here on, and inside the context variables and
+        files that are looked at.
+        """
         files, variables = self._files, self._answers.variables
-        original_getitem, before = os._Environ.__getitem__, self._before
+        original_getitem, before, original_stat = os._Environ.__getitem__, self._before, os.stat
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             """Note the path of an event that reads, as Python's audit hooks are called."""
@@ -93,17 +105,25 @@ class Asked:
                 variables[text] = _variable(before, text)
             return original_getitem(environment, name)
 
+        def stat(path: Any, **options: Any) -> os.stat_result:
+            if isinstance(path, str | bytes | os.PathLike):
+                name = os.path.abspath(os.fsdecode(path))
+                if name not in self._seen:
+                    self._seen[name] = _sight(name, original_stat), _asker(sys._getframe(1))
+            return original_stat(path, **options)
+
         sys.addaudithook(audit)
-        with patch.object(os._Environ, "__getitem__", getitem):
+        with patch.object(os._Environ, "__getitem__", getitem), patch.object(os, "stat", stat):
             yield
 
-    def so_far(self) -> tuple[Answers, set[str]]:
+    def so_far(self) -> tuple[Answers, set[str], dict[str, tuple[str, str]]]:
         """What was asked until now, to be told to the same in another process (``hear``)."""
-        return self._answers, self._files
+        return self._answers, self._files, self._seen
 
-    def hear(self, told: tuple[Answers, set[str]]) -> None:
+    def hear(self, told: tuple[Answers, set[str], dict[str, tuple[str, str]]]) -> None:
         """Take what was asked in another process as asked here."""
-        answers, files = told
+        answers, files, seen = told
+        self._seen = seen | self._seen
         self._answers.gpu |= answers.gpu
         self._answers.variables |= answers.variables
         self._files |= files
@@ -111,18 +131,40 @@ class Asked:
     def answers(self, modules: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
         """The ``Answers`` as plain values, with digests of imported ``modules`` (files).
 
-        Files of the system are left out, and those of packages, which are below ``installed``.
+        Files of the system are left out, and those of packages, which are below ``installed``, as is
+        what packages looked at.
         """
         skipped = (*SYSTEM, *installed)
         own = {name for name in self._files | modules if not name.startswith(skipped)}
         names = sorted(name for name in own if name in self._files or Path(name).is_file())
         self._answers.files = {name: _digest(Path(name)) for name in names}
+        self._answers.seen = {
+            name: sight
+            for name, (sight, asker) in self._seen.items()
+            if not (name.startswith(skipped) or asker.startswith(("<", *skipped)))
+        }
         return asdict(self._answers)
 
 
 def _plain(value: Any) -> Any:
     """A value as JSON reads it again: a tuple as a list."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def _asker(frame: FrameType | None) -> str:
+    """The file of the code that looks at a file, through functions of Python's ``os`` or not."""
+    while frame and frame.f_globals.get("__name__") in BY_PYTHON:
+        frame = frame.f_back
+    return frame.f_code.co_filename if frame else ""
+
+
+def _sight(name: str, stat: Callable[[str], os.stat_result]) -> str:
+    """Whether a path is a folder, or a file and of which size; "" for neither."""
+    try:
+        facts = stat(name)
+    except (OSError, ValueError):
+        return ""
+    return "folder" if S_ISDIR(facts.st_mode) else f"{facts.st_size} bytes"
 
 
 def _variable(variables: Any, name: str) -> str:

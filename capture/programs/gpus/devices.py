@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", 
 PARSE_TO = torch._C._nn._parse_to
 FROM_HOST = (torch.Tensor.to, torch.tensor, torch.as_tensor)
 NAMED = (torch.device, torch.Tensor.to)  # a number among their arguments may be a GPU's
+OF_NUMBERS = (torch.Tensor.new_tensor, torch.Tensor.new)  # a tensor where the one is whose it is
 NO_DEVICES = {FakeTensor, torch.dtype, int, float, tuple, list}
 AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
@@ -154,7 +156,24 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
         stack.enter_context(_legacy_tensor_types(memory))
         stack.enter_context(_default_device(gpu, memory))
+        stack.enter_context(_in_threads(memory))
         stack.enter_context(OnCpu(memory))
+        yield
+
+
+@contextmanager
+def _in_threads(memory: GpuMemory) -> Iterator[None]:
+    """Let threads that the program starts put tensors on the GPU, too, as those that fetch batches.
+
+    Modes of torch are a thread's own: without ``OnCpu`` it would ask for a real GPU.
+    """
+    original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def bootstrap(thread: Any) -> None:
+        with OnCpu(memory):
+            original(thread)
+
+    with patch.object(threading.Thread, "_bootstrap_inner", bootstrap):
         yield
 
 
@@ -306,6 +325,8 @@ class OnCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function of torch with the CPU in place of a GPU; its result is put on the GPU."""
+        if func in OF_NUMBERS and not (kwargs or {}).get("device") and self.memory.holds(args[0]):
+            return self.memory.put(func(*args, **(kwargs or {})))
         if not kwargs and func not in NAMED and NO_DEVICES.issuperset(map(type, args)):
             return func(*args)
         kwargs = dict(kwargs or {})

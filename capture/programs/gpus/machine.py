@@ -40,8 +40,9 @@ def gpus_that_are_not_there(
     fakes = _cuda(gpu, per_node, local_rank) | _memory(gpu, log)
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, create=True, **fakes))
-        random = {name: value for name, value in fakes.items() if hasattr(torch.cuda.random, name)}
-        stack.enter_context(patch.multiple(torch.cuda.random, **random))
+        for inner in (torch.cuda.random, torch.cuda.memory):  # where programs import them from, too
+            own = {name: value for name, value in fakes.items() if hasattr(inner, name)}
+            stack.enter_context(patch.multiple(inner, **own))
         accelerator = _accelerator(fakes, local_rank)
         stack.enter_context(patch.multiple(torch.accelerator, create=True, **accelerator))
         stack.enter_context(patch.multiple(torch._C, create=True, **_only_in_cuda_builds()))
@@ -71,8 +72,11 @@ SILENT = (
     *("reset_max_memory_allocated", "reset_accumulated_memory_stats", "manual_seed"),
     *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
     *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
-    "set_sync_debug_mode",
+    *("set_sync_debug_mode", "caching_allocator_delete", "caching_allocator_enable"),
+    *("reset_max_memory_cached", "reset_accumulated_host_memory_stats"),
+    *("reset_peak_host_memory_stats", "change_current_allocator"),
 )
+OF_MEMORY = ("_record_memory_history", "_dump_snapshot", "_set_allocator_settings")  # do nothing
 ALIKE = (  # in torch.cuda and torch.accelerator
     *("is_available", "device_count", "empty_cache", "memory_allocated", "max_memory_allocated"),
     *("memory_reserved", "max_memory_reserved", "memory_stats", "reset_peak_memory_stats"),
@@ -98,6 +102,11 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
         "device_count": per_node,
         "current_device": local_rank,
         "can_device_access_peer": True,
+        "current_blas_handle": 0,
+        "caching_allocator_alloc": 0,
+        "get_per_process_memory_fraction": 1.0,
+        "get_allocator_backend": "native",
+        "list_gpu_processes": "",
         "get_sync_debug_mode": 0,
         "memory_summary": "",
         "get_rng_state_all": [],
@@ -134,12 +143,23 @@ def _memory(gpu: EmulatedGpu | Asked, log: ProgramLog) -> dict[str, Any]:
             stats[f"reserved_bytes.all.{when}"] = pages(nbytes)
         return stats
 
+    def reserved(*args: Any) -> int:
+        return pages(log.live_bytes)
+
+    def most_reserved(*args: Any) -> int:
+        return pages(log.peak_bytes)
+
     return {
+        **dict.fromkeys(OF_MEMORY, _answering(None)),
         "memory_allocated": lambda *args: log.live_bytes,
         "max_memory_allocated": lambda *args: log.peak_bytes,
-        "memory_reserved": lambda *args: pages(log.live_bytes),
-        "max_memory_reserved": lambda *args: pages(log.peak_bytes),
-        "memory_stats": stats,
+        **dict.fromkeys(("memory_reserved", "memory_cached"), reserved),
+        **dict.fromkeys(("max_memory_reserved", "max_memory_cached"), most_reserved),
+        **dict.fromkeys(("memory_stats", "memory_stats_as_nested_dict"), stats),
+        **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), Counter),
+        "_snapshot": lambda *args: {"segments": [], "device_traces": []},
+        "MemPool": Pool,
+        "use_mem_pool": nullcontext,
         "mem_get_info": lambda *args: (
             max(0, gpu.memory_bytes - pages(log.live_bytes)),
             gpu.memory_bytes,
@@ -189,12 +209,26 @@ class Library:
         return self.success
 
 
+class Pool:
+    """As ``torch.cuda.MemPool``, which a program may let tensors be in; ``id``: of its first."""
+
+    id = (0, 1)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+
+
 class Properties:
     """As those of a device in ``torch.cuda``."""
 
     warp_size = 32
+    max_threads_per_block, max_threads_per_multi_processor = 1024, 2048
+    regs_per_multiprocessor = 65_536
+    shared_memory_per_block = 49_152  # without opting in
+    is_integrated = is_multi_gpu_board = pci_bus_id = pci_device_id = pci_domain_id = 0
     gcnArchName = uuid = ""  # torch's name
     name = property(lambda self: self.gpu.name)
+    L2_cache_size = property(lambda self: self.gpu.l2_bytes)
     total_memory = property(lambda self: self.gpu.memory_bytes)
     multi_processor_count = property(lambda self: self.gpu.sm_count)
     major = property(lambda self: self.gpu.compute_capability[0])

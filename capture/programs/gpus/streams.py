@@ -83,6 +83,11 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.number = next(self.streams.numbers)
 
+    @property
+    def cuda_stream(self) -> int:
+        """A number in place of CUDA's handle, as libraries of kernels pass it on; default: 0."""
+        return self.number
+
     def wait_stream(self, stream: Stream) -> None:
         """Wait for all that the other stream was given so far."""
         if stream is not self:

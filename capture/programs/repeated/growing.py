@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.opcall import OpCall
@@ -20,6 +22,7 @@ from itercast.capture.programs.repeated.passes import Kind, Launched
 from itercast.capture.programs.repeated.sizes import with_sizes, without_sizes
 
 SHOW = 4  # passes that show a law
+LISTED = 64  # numbers without an order; of more a checksum
 NEAR = range(-2, 2)  # of a length to a number: one passes before the first that may differ
 Law = Callable[[int], Any]  # from the number of a pass
 Term = tuple[Any, Any, Any]  # a number in pass 0, its growth to pass 1, and the growth of growth
@@ -45,6 +48,8 @@ def law_of(values: Sequence[Any]) -> Law | None:
 
 def terms_of(values: Sequence[Sequence[Any]]) -> list[Term] | None:
     """Terms of each number's law, given four values of each; None if some number has none."""
+    if len({*map(len, values)}) > 1:
+        return None
     rows = list(zip(*values, strict=True))
     if any(d - 3 * c + 3 * b - a for a, b, c, d in rows):
         return None
@@ -56,26 +61,40 @@ def grown_to(n: int, terms: Sequence[Term]) -> list[Any]:
     return [a + n * by + n * (n - 1) // 2 * more for a, by, more in terms]
 
 
-def summary(numbers: Sequence[Any] | None) -> list[Any]:
-    """Least, greatest and sum of each input's values; 0 where the values are unknown."""
+def described(values: np.ndarray[Any, Any]) -> list[Any]:
+    """What tells a tensor's numbers from others of its shape: few numbers that grow steadily.
+
+    Of each row the first two numbers, and where and by how much the step to the next one changes:
+    in a mask twice where padding ends, in a causal mask twice a row. Such places grow steadily with
+    a mask, so what describes them is short, too. Numbers without such an order give a checksum.
+    """
+    rows = values.reshape(-1, values.shape[-1] if values.ndim and values.size else 1)
+    turns = np.diff(rows, n=2).ravel()
+    places = np.flatnonzero(turns)
+    if rows.shape[1] < 3 or 2 * len(places) > rows.size:
+        return rows.ravel().tolist() if rows.size <= LISTED else [crc32(rows.tobytes())]
+    order = np.argsort(turns[places], kind="stable")
+    parts = rows[:, :2].T, places[order], turns[places][order]
+    return [number for part in parts for number in (part.size, *described(part))]
+
+
+def content(numbers: Sequence[Any] | None) -> list[Any]:
+    """The numbers known of each input, ``described``; none of None. Infinity counts as 2^31."""
     with _disable_current_modes():
-        known = [None if n is None else n.numbers.double() for n in numbers or ()]
-        filled = [
-            None if n is None or not n.numel() else (n.min(), n.max(), n.sum()) for n in known
-        ]
-        return [float(x) for three in filled for x in three or (0.0, 0.0, 0.0)]
+        known = [n.numbers.double().numpy() for n in numbers or () if n is not None]
+    finite = [np.clip(np.nan_to_num(values), -(2.0**31), 2.0**31) for values in known]
+    return [number for values in finite for number in (values.size, *described(values))]
 
 
 @dataclass(kw_only=True)
 class Growth:
     """The law of passes whose input sizes grow: what pass number n launches.
 
-    ``inputs``: terms of the input sizes, and where passes read values (``reads``) of their least,
-    greatest and sum. ``calls``, ``others``: laws of the calls, and of results and memory. Some
-    passes still run, to confirm the law: the 8th, 16th, 32nd... of ``passes`` so far; those at
-    ``edges``, where a length reaches a constant such as a window's; and number ``furthest``, the
-    last of a finished loop. If a pass differs, the law ``ends`` there; ``sure``: the pass before
-    ran and agreed.
+    ``inputs``: terms of the input sizes, and where passes read values (``reads``) of these, too.
+    ``calls``, ``others``: laws of the calls, and of results and memory. Some passes still run, to
+    confirm the law: the 8th, 16th, 32nd... of ``passes`` so far; those at ``edges``, where a length
+    reaches a constant such as a window's; and number ``furthest``, the last of a finished loop. If
+    a pass differs, the law ``ends`` there; ``sure``: the pass before ran and agreed.
     """
 
     inputs: list[Term]
@@ -100,7 +119,7 @@ class Growth:
             (k.numbers is None) != (last.numbers is None) for k in kinds
         ):
             return None
-        sizes = [kind.sizes + summary(kind.numbers) for kind in kinds]
+        sizes = [kind.sizes + content(kind.numbers) for kind in kinds]
         inputs = terms_of(sizes) if len(sizes) == SHOW else None
         if inputs is None or not any(by and not more for _, by, more in inputs):
             return None
@@ -114,7 +133,7 @@ class Growth:
             return None
         calls = [law for law in laws if law]
         lengths = {a for a, *growth in inputs if growth == [1, 0]}
-        stay = {a for a, by, more in inputs if not (by or more)}
+        stay = {a for a, by, more in inputs[: len(last.sizes)] if not (by or more)}
         stay |= {n for n in attributes if type(n) is int}
         edges = {n - a + d for n in stay for a in lengths for d in NEAR}
         return cls(
@@ -128,7 +147,9 @@ class Growth:
 
     def launched(self, sizes: Sequence[int], numbers: Sequence[Any]) -> Launched | None:
         """What the law says of a pass with these sizes, without its calls; None if it fails."""
-        sizes = [*sizes, *summary(numbers if self.reads else None)]
+        sizes = [*sizes, *content(numbers if self.reads else None)]
+        if len(sizes) != len(self.inputs):
+            return None
         terms = zip(sizes, self.inputs, strict=True)
         n = max(int((now - a) // by) for now, (a, by, more) in terms if by and not more)
         if sizes != grown_to(n, self.inputs) or n >= self.ends:

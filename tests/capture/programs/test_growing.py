@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_repeated_layers import Step, captured, launches
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from itercast.capture.programs import capture
 from itercast.capture.programs.program import AGAIN, launch_order
 from itercast.capture.programs.repeated import fold
+from itercast.capture.programs.repeated.growing import described, terms_of
 
 HEADS, HEAD, PROMPT, ROWS, TOKENS = 2, 4, 5, 3, 64
 WIDTH = HEADS * HEAD
@@ -86,9 +89,9 @@ def generating(model: Callable[[], nn.Module], cached: bool = True, masked: bool
     [
         (True, False, 99, 24),
         (False, False, 99, 20),
-        (True, True, 99, 31),
+        (True, True, 99, 24),
         (True, False, 20, 32),
-        (True, True, 30, 42),
+        (True, True, 30, 35),
     ],
 )
 def test_decoding_is_as_if_all_ran(
@@ -96,7 +99,7 @@ def test_decoding_is_as_if_all_ran(
 ) -> None:
     """Without a cache all tokens are given in each pass, and scores grow by their square.
 
-    Positions may be read, whose sum grows by the square of their number. Where a window is full
+    Positions may be read, which changes nothing: they grow steadily. Where a window is full
     another law begins, which four passes show.
 
     Of the first step's 65 passes 19 run: the prompt's and the next one, four that show the law,
@@ -132,6 +135,69 @@ def test_a_pass_that_follows_a_law_is_one_call_until_it_is_left(
     scores = [[c.args[1] for c in launched if c.op == BMM][-2] for _, launched in found]
     keys = [k.shape[2] for k in scores]
     assert keys == [*range(PROMPT + 2, PROMPT + TOKENS)]
+
+
+class Padded(Decoder):
+    """A decoder that does more where the first row begins with padding."""
+
+    def forward(self, tokens: Tensor, cache: Any = None, mask: Any = None) -> Any:
+        logits, cache = super().forward(tokens, cache)
+        return (logits if mask[0, 0] else logits.exp()), cache
+
+
+def padded(passes: int) -> Step:
+    """A step that decodes twice: the padding is in the first row, then in the second one."""
+    net = Padded()
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        for padded_row in range(2):
+            cache = Cache()
+            with torch.no_grad():
+                for n in range(passes):
+                    ones = [1] * (PROMPT + n)
+                    rows = [[0, *ones] if row == padded_row else [1, *ones] for row in range(ROWS)]
+                    net(torch.randint(0, 64, (ROWS, 1)), cache, torch.tensor(rows))
+        net(torch.randint(0, 64, (ROWS, PROMPT)), None, torch.ones(1, 1))[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_masks_of_equal_sum_are_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 40 of a step's passes have padding in the first row, 40 in the second one.
+
+    The sums, least and greatest numbers of their masks are equal.
+    """
+    monkeypatch.setattr(fold, "_folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    found = captured(partial(padded, 40), repeats=True)
+    passes = [call.op for call in found.ranks[0].calls if call.phase == "forward"]
+    assert passes.count("aten.exp.default") == 40
+    assert passes.count("aten.embedding.default") == 40 + 40 + 1
+    assert launches(found) == launches(captured(partial(padded, 40), repeats=False))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "steady"),
+    [
+        (lambda n: np.tri(n), True),  # a causal mask
+        (lambda n: np.tri(3, n + 5)[:, ::-1], True),  # padding on the left, of 3 lengths
+        (lambda n: np.arange(50) < n, True),  # a static cache's
+        (lambda n: np.full((2, 1), n), True),  # positions
+        (lambda n: np.tile(np.arange(n), (4, 1)), True),
+        (lambda n: np.arange(n) ** 2 % 7, False),
+    ],
+)
+def test_numbers_that_grow_steadily_are_told_so(numbers: Any, steady: bool) -> None:
+    told = [described(np.asarray(numbers(n), dtype=float)) for n in range(20, 24)]
+    assert (terms_of(told) is not None) == steady
+
+
+def test_numbers_are_told_from_others_of_equal_sum() -> None:
+    """By hand: of rows of 2 + 3 zeros and ones, all 32 x 32 pairs are described otherwise."""
+    rows = list(product((0.0, 1.0), repeat=5))
+    assert len({tuple(described(np.array(two))) for two in product(rows, repeat=2)}) == 32**2
 
 
 def products(program: Any) -> tuple[int, int]:

@@ -42,7 +42,7 @@ assert torch.get_device_module().__name__ == "torch.cuda"
 model.to(gpu)
 """
 DEVICES = """
-import os
+import copy, os, queue, threading
 cuda0 = torch.device("cuda", 0)
 y, z = torch.randn(3), torch.randn(3)
 for tensor in (model.weight, x, x.float(), torch.arange(3).to(0), y.to("cuda"), z.to(cuda0)):
@@ -52,6 +52,13 @@ for where in (0, "cuda", cuda0):
     assert torch.nn.Linear(2, 2).to(where).weight.is_cuda
     assert torch.nn.Linear(2, 2).to(device=where, dtype=torch.bfloat16).bias.is_cuda
 assert x.float().type() == "torch.cuda.FloatTensor" and x.type(torch.half).is_cuda
+assert copy.deepcopy(model).weight.is_cuda and copy.deepcopy({"x": x})["x"].is_cuda  # an average
+assert x.new_tensor([1.0]).is_cuda and not y.new_tensor([1.0], device="cpu").is_cuda
+fetched = queue.Queue()
+fetch = lambda: fetched.put((torch.zeros(4, 8).cuda(), torch.ones(4, device="cuda")))
+threading.Thread(target=fetch).start()
+batch, weights = fetched.get()
+assert batch.is_cuda and weights.is_cuda and (batch.T @ weights).is_cuda
 assert os.environb[b"RANK"] == b"0"
 assert [torch.cuda.device(i).idx for i in (0, "cuda:1")] == [0, 1]
 assert torch.tensor([[y.sum(), 1.0]]).shape == torch.as_tensor([[1.0, y.sum()]]).shape == (1, 2)
@@ -91,6 +98,15 @@ native = torch.cuda.get_device_capability() >= (8, 0)  # before, torch emulates 
 assert torch.cuda.is_bf16_supported() and torch.cuda.is_tf32_supported() == native
 assert torch.cuda.is_bf16_supported(including_emulation=False) == native
 assert torch.cuda.can_device_access_peer(0, 1)
+assert torch.cuda.current_stream().cuda_stream == torch.cuda.current_blas_handle() == 0
+from torch.cuda.memory import memory_reserved, set_per_process_memory_fraction
+set_per_process_memory_fraction(0.9)
+assert memory_reserved() == torch.cuda.memory_cached() == torch.cuda.memory_reserved()
+torch.cuda.memory._record_memory_history(max_entries=100)
+torch.cuda.memory._dump_snapshot("memory.pickle")
+assert torch.cuda.memory._snapshot()["segments"] == []
+with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+    assert torch.cuda.get_device_properties(0).L2_cache_size == 50 * 2**20
 torch.cuda.set_sync_debug_mode(torch.cuda.get_sync_debug_mode())
 with torch.cuda.profiler.profile():
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(0, 8, 0))

@@ -265,6 +265,23 @@ def test_answers_hold_while_a_folder_has_the_same_names(tmp_path: Path) -> None:
     assert answers.hold(H100)
 
 
+def test_answers_hold_while_a_file_that_was_looked_at_is_there(tmp_path: Path) -> None:
+    """A script may resume from a checkpoint if there is one, and take longer the larger it is."""
+    asked, later, kept = Asked(H100), tmp_path / "last.pt", tmp_path / "data.bin"
+    kept.write_bytes(b"1234")
+    with asked.noted():
+        assert not later.exists() and os.path.getsize(kept) == 4
+    answers = Answers(**asked.answers(set(), ()))
+    assert answers.seen == {str(later): "", str(kept): "4 bytes"}
+    assert Answers(**asked.answers(set(), (str(Path(__file__).parent),))).seen == {}  # a package
+    for path in (later, kept):
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes(b"12345")
+        assert not answers.hold(H100)
+        path.unlink() if before is None else path.write_bytes(before)
+        assert answers.hold(H100)
+
+
 VIEWS = """
 import torch
 model = torch.nn.Linear(8, 8).cuda()
