@@ -131,8 +131,8 @@ class Asked:
     def answers(self, modules: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
         """The ``Answers`` as plain values, with digests of imported ``modules`` (files).
 
-        Files of the system are left out, and those of packages, which are below ``installed``, as is
-        what packages looked at.
+        Files of the system are left out, and those of packages, which are below ``installed``; so
+        is what packages looked at.
         """
         skipped = (*SYSTEM, *installed)
         own = {name for name in self._files | modules if not name.startswith(skipped)}
