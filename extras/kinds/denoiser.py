@@ -12,18 +12,20 @@ from itercast.capture.step import Inputs
 class TimedBlock(nn.Module):
     """Residual block of two convolutions after group norms, with the time embedding added."""
 
-    def __init__(self, c_in: int, c_out: int, time: int) -> None:
+    def __init__(
+        self, c_in: int, c_out: int, time: int, groups: int = 8, dropped: float = 0.0
+    ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(8, c_in), nn.GroupNorm(8, c_out)
+        self.norm1, self.norm2 = nn.GroupNorm(groups, c_in), nn.GroupNorm(groups, c_out)
         self.first = nn.Conv2d(c_in, c_out, 3, padding=1)
         self.second = nn.Conv2d(c_out, c_out, 3, padding=1)
-        self.time = nn.Linear(time, c_out)
+        self.time, self.dropout = nn.Linear(time, c_out), nn.Dropout(dropped)
         self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(batch, c_in, h, w) and (batch, time) to (batch, c_out, h, w)."""
         y = self.first(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-        return self.shortcut(x) + self.second(F.silu(self.norm2(y)))
+        return self.shortcut(x) + self.second(self.dropout(F.silu(self.norm2(y))))
 
 
 class PixelAttention(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,14 +17,6 @@ DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
 RANDOM = 8  # random shardings proposed
 SWEEPS = 4  # changes of a search, per table
 TRIED = 12  # changed shardings that are forecast before the best of them is taken
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """A sharding and the name of the rule that proposed it."""
-
-    name: str
-    sharding: Sharding
 
 
 def table_costs(forecaster: Forecaster) -> Mapping[str, Callable[[Table], float]]:
@@ -85,25 +77,23 @@ def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -
     )
 
 
-def proposals(forecaster: Forecaster, seed: int = 0) -> Iterator[Proposal]:
-    """Yields the sharding of every rule but the search, which starts from the fastest of these."""
+def proposals(forecaster: Forecaster, seed: int) -> dict[str, Sharding]:
+    """By rule the sharding of each but the search, which starts from the fastest of these."""
     model, n = forecaster.model, forecaster.world_size
     if n == 1:
-        yield Proposal(name="one rank", sharding=everywhere(model, "table_wise", 1))
-        return
-    rng = np.random.default_rng(seed)
-    for i in range(RANDOM):
-        yield Proposal(name=f"random {i}", sharding=random_sharding(rng, model, n))
-    for name, cost in table_costs(forecaster).items():
-        yield Proposal(name=f"greedy by {name}", sharding=greedy_by(cost, forecaster))
-    cost = table_costs(forecaster)["forecast"]
+        return {"one rank": everywhere(model, "table_wise", 1)}
+    rng, costs = np.random.default_rng(seed), table_costs(forecaster)
+    proposed = {f"random {i}": random_sharding(rng, model, n) for i in range(RANDOM)}
+    proposed |= {f"greedy by {name}": greedy_by(cost, forecaster) for name, cost in costs.items()}
     for parts in [p for p in (2, 4, 8) if p <= n]:
-        cut = greedy_by(cost, forecaster, parts)
-        yield Proposal(name=f"greedy, cut in {parts} columns", sharding=cut)
-    even = forecaster.times.greedy(model.state)
-    yield Proposal(name="greedy, cut until even", sharding=even)
-    yield Proposal(name="all row-wise", sharding=everywhere(model, "row_wise", n))
-    yield Proposal(name="all data-parallel", sharding=everywhere(model, "data_parallel", n))
+        cut = greedy_by(costs["forecast"], forecaster, parts)
+        proposed[f"greedy, cut in {parts} columns"] = cut
+    return {
+        **proposed,
+        "greedy, cut until even": forecaster.times.greedy(model.state),
+        "all row-wise": everywhere(model, "row_wise", n),
+        "all data-parallel": everywhere(model, "data_parallel", n),
+    }
 
 
 def everywhere(model: RankingModel, kind: str, ranks: int) -> Sharding:
@@ -201,14 +191,12 @@ def choose(
     that cuts no table. Where none fits the GPUs' memory, tables go to the hosts'. Shardings that do
     not fit come last.
     """
-    proposed = list(proposals(forecaster, seed))
-    if given is not None:
-        proposed.append(Proposal(name="given", sharding=given))
-    forecasts = forecaster.forecasts([p.sharding for p in proposed])
+    proposed = proposals(forecaster, seed) | ({} if given is None else {"given": given})
+    forecasts = forecaster.forecasts([*proposed.values()])
     if not any(f.fits and all(p.tier == HBM for p in f.sharding) for f in forecasts):
-        proposed = [_cached(p, forecaster) for p in proposed]
-        forecasts = forecaster.forecasts([p.sharding for p in proposed])
-    order = sorted(zip((p.name for p in proposed), forecasts, strict=True), key=_rank_key)
+        proposed = dict(_cached(*named, forecaster) for named in proposed.items())
+        forecasts = forecaster.forecasts([*proposed.values()])
+    order = sorted(zip(proposed, forecasts, strict=True), key=_rank_key)
     if forecaster.world_size > 1:
         whole = [f for _, f in order if {p.kind for p in f.sharding} == {"table_wise"}]
         starts = {f.sharding: f for f in (order[0][1], *whole[:1])}
@@ -217,12 +205,10 @@ def choose(
     return order
 
 
-def _cached(proposal: Proposal, forecaster: Forecaster) -> Proposal:
-    """The proposal with as many rows in host memory as its GPUs do not hold."""
-    state, room_bytes = forecaster.model.state, forecaster.room_bytes
-    found = forecaster.times.tiered(proposal.sharding, state, room_bytes)
-    changed = found != proposal.sharding
-    return Proposal(name=proposal.name + ", host" * changed, sharding=found)
+def _cached(name: str, sharding: Sharding, forecaster: Forecaster) -> tuple[str, Sharding]:
+    """The named sharding with as many rows in host memory as its GPUs do not hold."""
+    found = forecaster.times.tiered(sharding, forecaster.model.state, forecaster.room_bytes)
+    return name + ", host" * (found != sharding), found
 
 
 def _rank_key(entry: tuple[str, ShardingForecast]) -> tuple[bool, float]:

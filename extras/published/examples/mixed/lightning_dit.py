@@ -9,33 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from itercast.capture.cases.models.transformers import rotate
-from itercast.extras.published.examples.users.dit import FREQUENCIES, shifted, waves
+from itercast.extras.published.examples.users.dit import FREQUENCIES, DitBlock, shifted, waves
 
 WIDTH, HEADS, DEPTH, SIDE, CHANNELS = 1152, 16, 28, 16, 32
 HIDDEN = WIDTH * 4 * 2 // 3
 
 
-class Block(nn.Module):
-    """Attention with rotary places and a SwiGLU, each shifted, scaled and gated."""
+class Block(DitBlock):
+    """A block of a diffusion transformer with RMS norms and a SwiGLU."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH, HEADS)
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.modulation = nn.Linear(WIDTH, 6 * WIDTH)
 
-    def forward(self, x: Tensor, condition: Tensor, angles: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same; condition (batch, width)."""
-        parts = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
-        y = self.qkv(shifted(self.norms[0](x), *parts[:2])).unflatten(-1, (3, HEADS, -1))
-        q, k, v = y.permute(2, 0, 3, 1, 4)
-        q, k = (rotate(part, angles).type_as(v) for part in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + parts[2] * self.out(y)
-        gate, up = self.up(shifted(self.norms[1](x), *parts[3:5])).chunk(2, dim=-1)
-        return x + parts[5] * self.down(F.silu(gate) * up)
+    def network(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same, each token by itself."""
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class LightningDit(nn.Module):

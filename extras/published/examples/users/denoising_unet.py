@@ -7,26 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from itercast.capture.step import Inputs
+from itercast.extras.kinds.denoiser import TimedBlock
 from itercast.extras.published.examples.users.dit import waves
 
 GROUPS = 32  # of channels, in each norm
-
-
-class ResidualPart(nn.Module):
-    """Two 3x3 convolutions, each behind a norm and SiLU; the time's vector is added between."""
-
-    def __init__(self, c_in: int, c_out: int, time: int, dropped: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(GROUPS, c_in), nn.GroupNorm(GROUPS, c_out)
-        self.conv1 = nn.Conv2d(c_in, c_out, 3, padding=1)
-        self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1)
-        self.time, self.dropout = nn.Linear(time, c_out), nn.Dropout(dropped)
-        self.skip = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """(batch, c_in, h, w) to (batch, c_out, h, w)."""
-        y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-        return self.skip(x) + self.conv2(self.dropout(F.silu(self.norm2(y))))
 
 
 class Attended(nn.Module):
@@ -80,7 +64,7 @@ class AttentionPart(nn.Module):
 class Level(nn.Module):
     """A residual part, then attention where ``head_width`` is not 0."""
 
-    def __init__(self, residual: ResidualPart, width: int, head_width: int, context: int) -> None:
+    def __init__(self, residual: TimedBlock, width: int, head_width: int, context: int) -> None:
         super().__init__()
         self.residual = residual
         self.attention = AttentionPart(width, head_width, context) if head_width else None
@@ -115,7 +99,8 @@ class DenoisingUnet(nn.Module):
 
         def part(c_in: int, c_out: int, level: int) -> Level:
             chosen = head_width if level in attended else 0
-            return Level(ResidualPart(c_in, c_out, time, dropped), c_out, chosen, context)
+            residual = TimedBlock(c_in, c_out, time, GROUPS, dropped)
+            return Level(residual, c_out, chosen, context)
 
         self.down, self.up, kept, c_in = nn.ModuleList(), nn.ModuleList(), [base], base
         for level, width in enumerate(widths):
@@ -128,8 +113,8 @@ class DenoisingUnet(nn.Module):
                 kept.append(c_in)
         self.middle = nn.ModuleList(
             (
-                Level(ResidualPart(c_in, c_in, time, dropped), c_in, head_width, context),
-                Level(ResidualPart(c_in, c_in, time, dropped), c_in, 0, context),
+                Level(TimedBlock(c_in, c_in, time, GROUPS, dropped), c_in, head_width, context),
+                Level(TimedBlock(c_in, c_in, time, GROUPS, dropped), c_in, 0, context),
             )
         )
         for level, width in reversed(list(enumerate(widths))):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from itercast.capture.cases.models.transformers import rotate
 from itercast.capture.step import Inputs
 
 FREQUENCIES = 256  # of a time's sinusoid
@@ -22,18 +23,23 @@ class DitBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.modulation = nn.Linear(width, 6 * width)
 
-    def attention(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+    def attention(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        """(batch, tokens, width) to the same; with ``angles`` places are rotary."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if angles is not None:
+            q, k = (rotate(part, angles).type_as(v) for part in (q, k))
         y = F.scaled_dot_product_attention(q, k, v)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def network(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same, each token by itself."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+    def forward(self, x: Tensor, condition: Tensor, angles: Tensor | None = None) -> Tensor:
         """(batch, tokens, width) to the same; condition (batch, width)."""
         parts = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
-        x = x + parts[2] * self.attention(shifted(self.norms[0](x), *parts[:2]))
-        y = F.gelu(self.up(shifted(self.norms[1](x), *parts[3:5])), approximate="tanh")
-        return x + parts[5] * self.down(y)
+        x = x + parts[2] * self.attention(shifted(self.norms[0](x), *parts[:2]), angles)
+        return x + parts[5] * self.network(shifted(self.norms[1](x), *parts[3:5]))
 
 
 def waves(times: Tensor, frequencies: int = FREQUENCIES) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from itercast.capture.cases.models.vision import convolution
+from itercast.capture.cases.models.vision import Residual, convolution
 from itercast.capture.step import Inputs
 
 WIDTH = 512  # channels of a head
@@ -29,21 +29,12 @@ def separable(c_in: int, c_out: int, dilation: int = 1) -> nn.Module:
     return nn.Sequential(depthwise, nn.ReLU(True), convolution(c_in, c_out, 1), nn.ReLU(True))
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(Residual):
     """ResNet's block of 1x1, 3x3 and 1x1 convolutions, the 3x3 one dilated."""
 
     def __init__(self, c_in: int, width: int, stride: int, dilation: int) -> None:
-        super().__init__()
-        self.first = convolution(c_in, width, 1)
-        self.second = dilated(width, width, stride, dilation)
-        self.last = convolution(width, 4 * width, 1)
-        same = c_in == 4 * width
-        self.shortcut = nn.Identity() if same else convolution(c_in, 4 * width, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, c_in, h, w) to (batch, 4 width, h / stride, w / stride)."""
-        y = torch.relu_(self.second(torch.relu_(self.first(x))))
-        return torch.relu_(self.last(y) + self.shortcut(x))
+        super().__init__(c_in, width, stride, bottleneck=True)
+        self.first[1] = dilated(width, width, stride, dilation)
 
 
 class Pyramid(nn.Module):
