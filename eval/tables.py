@@ -22,6 +22,11 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def one_decimal(value: float | None) -> str:
+    """A number with one decimal; "-" where it is unknown."""
+    return "-" if value is None else f"{value:.1f}"
+
+
 def sized(nbytes: float) -> str:
     """Bytes with three digits in B, KB, MB or GB, of 1,000 each: 4 B, 8.39 MB, 24.3 GB."""
     power = min(3, int(log(max(nbytes, 1), 1000)))

@@ -44,7 +44,7 @@ def held_out_forecasts(
             "op": tested["op"].to_numpy(),
             "gpu": tested["gpu"].to_numpy(),
             "dtype": tested["dtype"].to_numpy(),
-            "params": _params(tested, family),
+            "params": params_texts(tested, family),
             "bytes_moved": np.broadcast_to(
                 family.bytes_moved(columns(tested, family)), len(tested)
             ),
@@ -71,7 +71,7 @@ def _spread_pct(rows: pd.DataFrame) -> np.ndarray:
     return (100 * (p80 - p20) / rows["time_us"]).to_numpy(dtype=float)
 
 
-def _params(rows: pd.DataFrame, family: Family) -> list[str]:
+def params_texts(rows: pd.DataFrame, family: Family) -> list[str]:
     """Parameters of each row that are not their defaults, as text: ``m=2 n=3 k=4``.
 
     Without op and dtype, which have columns of their own.

@@ -1,6 +1,7 @@
 """Tables of ``itercast gpu-report``: errors of models trained on the rows of one GPU.
 
-Op families are scored on held-out shapes and iterations as a whole (no model is trained on them).
+Op families are scored on held-out models, where it is known which models rows were drawn from, else
+on held-out shapes; iterations as a whole (no model is trained on them).
 A second GPU is forecast by models that were not trained on any row of it.
 """
 
@@ -14,7 +15,9 @@ import pandas as pd
 from rich.table import Table
 
 from itercast.eval.results import COLUMNS, RETEST, CaseResult, summary
-from itercast.eval.tables import headed
+from itercast.eval.tables import headed, one_decimal
+from itercast.extras.benchmarks.left_out_models import model_errors, model_table
+from itercast.extras.campaign.drawn_from import ShapesByModel
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors, hardware_of
@@ -79,13 +82,22 @@ def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
     return folder
 
 
-def family_errors(report: Facts) -> Scores:
-    """Errors of each family on held-out shapes, and the retest error of its rows."""
-    scores = {name: dict(entry["learners"][BLEND]) for name, entry in report.items()}
-    for name, entry in report.items():
-        if entry["retest_ape_pct"]:
-            scores[name][RETEST] = entry["retest_ape_pct"]
-    return scores
+def op_table(gpu: str, root: Path, drawn: Mapping[str, ShapesByModel], report: Facts) -> Table:
+    """Errors of each family on models left out, where ``drawn`` says which models rows are of.
+
+    Else on shapes left out, as the training on the rows under ``root`` scored them (``report``).
+    """
+    if not drawn:
+        scores = {
+            name: {**entry["learners"][BLEND], RETEST: entry["retest_ape_pct"]}
+            for name, entry in report.items()
+        }
+        return error_table(f"{gpu}: ops, shapes left out; {OPS_TARGET}", scores)
+    scored = {
+        name: model_errors(rows, families()[name], hardware_of([root], rows), drawn.get(name, {}))
+        for name, rows in usable_rows([root], None).items()
+    }
+    return model_table(f"{gpu}: ops, models left out; {OPS_TARGET}", scored, report)
 
 
 def unseen_errors(root: Path, bundle: Bundle) -> Scores:
@@ -111,6 +123,5 @@ def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:
     """A table of errors in % by name: absolute errors, bias (signed mean), retest; "-": unknown."""
     table = headed(f"{title}, errors in %", "", *COLUMNS, texts=("",))
     for name, scores in scored.items():
-        cells = (f"{scores[key]:.1f}" if key in scores else "-" for key in COLUMNS.values())
-        table.add_row(name, *cells)
+        table.add_row(name, *(one_decimal(scores.get(key)) for key in COLUMNS.values()))
     return table

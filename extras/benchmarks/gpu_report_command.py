@@ -30,6 +30,7 @@ def gpu_report(
     """Train on the rows of one GPU; print errors on held-out rows of it, and on an unseen GPU."""
     from itercast.extras.benchmarks import gpu_report as tables
     from itercast.extras.benchmarks.gpu_report import error_table
+    from itercast.extras.campaign.drawn_from import read_drawn_from
     from itercast.extras.campaign.summary import summary
     from itercast.learners.bundle import Bundle
     from itercast.learners.train import train
@@ -42,8 +43,8 @@ def gpu_report(
         output().print("\n".join(summary(data, gpu)), highlight=False)
         if (machines := tables.machines_table(data, gpu)) is not None:
             print_tables(machines)
-        trained = tables.family_errors(train([root], bundle, None, trials).to_dict())
-        print_tables(error_table(f"{gpu}: ops, shapes left out; {tables.OPS_TARGET}", trained))
+        trained = train([root], bundle, None, trials).to_dict()
+        print_tables(tables.op_table(gpu, root, read_drawn_from(data), trained))
         iterations = tables.iteration_errors(_compared(root, bundle))
         print_tables(error_table(f"{gpu}: iterations; {tables.ITERATIONS_TARGET}", iterations))
         if other is not None:

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from itercast.capture.base.files import write_atomic
+from itercast.extras.campaign.drawn_from import FILE
 from itercast.extras.programs import run_program
 from itercast.microbench import store
 
@@ -24,6 +25,7 @@ KINDS = re.compile(
     rf"{NAME}/{NAME}/{NAME}/(part-[\w.+-]+\.parquet|card\.yaml)"
     rf"|\.journal/{NAME}\.jsonl?"
     rf"|logs/{NAME}\.log"
+    rf"|{re.escape(FILE)}"
 )
 LARGEST_BYTES = 16 * 2**20 - 2**16  # of one file; larger archives are split
 PIECE_BYTES = 15 * 2**20

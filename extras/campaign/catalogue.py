@@ -143,9 +143,12 @@ def step_us(calls: Calls, gpu: Gpu) -> dict[tuple[str, Point], float]:
 
 def drawn_points(
     calls_us: Mapping[tuple[str, Point], float], gpu: Gpu, seed: int
-) -> dict[str, list[Point]]:
-    """Points by family: calls of models in proportion to their time, and sizes around them."""
-    points: dict[str, list[Point]] = {}
+) -> dict[str, dict[Point, Point]]:
+    """Points by family, and for each the call that it was drawn from.
+
+    Three quarters are calls of models in proportion to their time, the rest sizes around them.
+    """
+    points: dict[str, dict[Point, Point]] = {}
     for name, count in FACTS["counts"].items():
         rng, family = np.random.default_rng([seed, crc32(name.encode())]), families()[name]
         us_of_point = {
@@ -158,15 +161,18 @@ def drawn_points(
         number = min(len(us_of_point), count - around)
         chosen = rng.choice(len(us_of_point), size=number, replace=False, p=share)
         drawn = [list(us_of_point)[i] for i in chosen]
-        near = [_near(name, drawn, rng) for _ in range(around)]
-        points[name] = drawn + [p for p in near if fits(family, p, gpu)]
-        rng.shuffle(points[name])  # type: ignore[arg-type]
+        pairs = [(p, p) for p in drawn]
+        for _ in range(around):
+            call = drawn[int(rng.integers(len(drawn)))]
+            near = _near(name, call, rng)
+            if fits(family, near, gpu):
+                pairs.append((near, call))
+        points[name] = dict(pairs[i] for i in rng.permutation(len(pairs)))
     return points
 
 
-def _near(name: str, points: Sequence[Point], rng: np.random.Generator) -> Point:
-    """One of these points, resized to half to twice its work; some get an odd size."""
-    point = points[int(rng.integers(len(points)))]
+def _near(name: str, point: Point, rng: np.random.Generator) -> Point:
+    """The point, resized to half to twice its work; some get an odd size."""
     factor, first_share = float(np.exp2(rng.uniform(-1, 1))), float(rng.random())
     point = families()[name].gpu_sweep.resize(point, factor, first_share)
     if isinstance(point, OptimizerOp) and rng.random() < FACTS["odd_frac"]:
@@ -188,9 +194,15 @@ def shares(calls_us: Mapping[tuple[str, Point], float]) -> Facts:
     return {name: us / total for name, us in by_family.most_common()}
 
 
-def points_of_models(gpu: Gpu, seed: int, models: Sequence[Model]) -> dict[str, list[Point]]:
-    """Points by family that these models call; a model that cannot be captured is logged."""
+def points_of_models(
+    gpu: Gpu, seed: int, models: Sequence[Model]
+) -> dict[str, dict[Point, list[str]]]:
+    """Points by family that were drawn from calls of these models, and the names of those.
+
+    A model that cannot be captured is logged.
+    """
     share_of_call: Counter[tuple[str, Point]] = Counter()
+    callers: dict[tuple[str, Point], dict[str, None]] = {}
     for model, batch, seq, dtype in steps(models, seed):
         try:
             step_us_of_call = step_us(model.calls(batch, seq, dtype), gpu)
@@ -200,4 +212,9 @@ def points_of_models(gpu: Gpu, seed: int, models: Sequence[Model]) -> dict[str, 
         total = sum(step_us_of_call.values())
         for call, us in step_us_of_call.items():
             share_of_call[call] += us / total  # type: ignore[assignment]
-    return drawn_points(share_of_call, gpu, seed)
+            callers.setdefault(call, {})[model.name] = None
+    drawn = drawn_points(share_of_call, gpu, seed)
+    return {
+        name: {point: list(callers[name, call]) for point, call in calls.items()}
+        for name, calls in drawn.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ import pandas as pd
 from itercast.capture.base.files import write_atomic
 from itercast.extras.campaign.archive import unpack
 from itercast.extras.campaign.catalogue import catalogue, points_of_models
+from itercast.extras.campaign.drawn_from import FILE, shapes_by_model
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
@@ -45,7 +47,8 @@ def prepare(folder: Path, seed: int, archive: Path | None, plan: str = "") -> No
     if plan == "second":
         swept = [model for model in catalogue() if not model.held_out]
         points = points_of_models(load_gpu(SIZED_FOR), seed, swept)
-        write_points(folder / PREPARED_POINTS[plan], points)
+        write_points(folder / PREPARED_POINTS[plan], {n: list(p) for n, p in points.items()})
+        write_atomic(folder / FILE, json.dumps(shapes_by_model(points)).encode())
         sizes = ", ".join(
             f"{len(points_of_family)} of {name}" for name, points_of_family in points.items()
         )
@@ -71,9 +74,10 @@ def use_prepared(folder: Path, root: Path, seed: int) -> None:
     no git.
     """
     captured, wanted = points_path(folder, "cuda", seed), points_path(root, "cuda", seed)
-    if captured.is_file() and not wanted.exists():
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(captured, wanted)
+    for prepared, path in ((captured, wanted), (folder / FILE, root / FILE)):
+        if prepared.is_file() and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(prepared, path)
     if (folder / COMMIT_FILE).is_file():
         os.environ.setdefault(COMMIT, (folder / COMMIT_FILE).read_text().strip())
 

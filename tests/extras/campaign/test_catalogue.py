@@ -50,10 +50,13 @@ def test_calls_are_drawn_by_their_time_and_a_quarter_lies_around_them(
     us = {("gemm", large): 1e6, ("gemm", tiny): 1e-3}
     monkeypatch.setitem(FACTS, "counts", {"gemm": 1, "norm": 4})
     monkeypatch.setitem(FACTS, "around_frac", 0.0)
-    assert [drawn_points(us, H100, seed) for seed in range(9)] == [{"gemm": [large]}] * 9
+    assert [drawn_points(us, H100, seed) for seed in range(9)] == [{"gemm": {large: large}}] * 9
     monkeypatch.setitem(FACTS, "counts", {"gemm": 200})
     monkeypatch.setitem(FACTS, "around_frac", 0.25)
-    near = [p for p in drawn_points(us, H100, 0)["gemm"] if p not in (large, tiny)]
+    drawn = drawn_points(us, H100, 0)["gemm"]
+    assert (drawn[large], drawn[tiny]) == (large, tiny)
+    near = [p for p in drawn if p not in (large, tiny)]
+    assert {drawn[p] for p in near} == {large, tiny}
     assert 40 <= len(near) <= 50
     odd = np.mean([any(side % 8 for side in (p.m, p.n, p.k)) for p in near])
     assert 0.1 < odd < 0.6
@@ -64,3 +67,4 @@ def test_a_model_that_fails_leaves_the_others(caplog: pytest.LogCaptureFixture) 
     found = points_of_models(H100, 0, [broken, small()])
     assert "broken" in caplog.text
     assert found.keys() >= {"gemm", "attention", "optimizer"}
+    assert {tuple(models) for models in found["gemm"].values()} == {("a small one",)}
