@@ -214,9 +214,10 @@ class Epoch:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        stopped = self.running[0] if self.running and not self.complete else None
         self._close(None)
-        for passes in self.passes.values():  # of loops that the script left
-            passes.batches += passes.taken
+        for loader, passes in self.passes.items():  # of loops that the script left, or was ended in
+            passes.batches += batches_of(loader) if loader is stopped else passes.taken
         self.taken.loader, self.follows = self.feeds, False
 
     def ended(self, kind: str, owner: Any) -> None:

@@ -87,6 +87,16 @@ def test_a_script_that_checks_what_it_saw_gets_its_step_and_what_was_seen(tmp_pa
     assert [x.batches for x in found.evaluations] == [13] and found.saved_bytes == 0
 
 
+STOPPED = DATA.replace("seen += len(y)", "1 / 0")
+
+
+def test_an_evaluation_that_is_ended_early_has_all_batches_of_its_loader(tmp_path: Path) -> None:
+    """An error after its first batch: 200 samples are 13 batches all the same."""
+    program = captured(written(tmp_path, STOPPED + EPOCHS), gpus=1)
+    assert program.training is not None and not program.training.followed
+    assert [x.batches for x in program.training.evaluations] == [13]
+
+
 IN_METHOD = "for epoch in range(1, Options.epochs + 1):\n    trained()"
 BAR = """
 def bar(rounds, total): yield from rounds
