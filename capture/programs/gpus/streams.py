@@ -8,9 +8,10 @@ launched on, and where one stream waits for another.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,8 @@ class Streams:
 
     def __init__(self, log: ProgramLog) -> None:
         self.log = log
-        self.numbers = count()
+        self.numbers, self.pool_numbers = count(), count()
+        self.pools = dict[Any, GraphPool]()  # by their handles
         # classes, which programs name in annotations; device and priority change nothing
         self.stream_class = type("Stream", (Stream,), {"streams": self})
         self.event_class = type("Event", (Event,), {"streams": self})
@@ -52,6 +54,10 @@ class Streams:
         """Let the host wait for the current stream: others are awaited by the program itself."""
         self.current.synchronize()
 
+    def pool_handle(self) -> tuple[int, int]:
+        """The handle of a new pool for the memory of CUDA graphs."""
+        return 1, next(self.pool_numbers)
+
     def namespace(self) -> dict[str, Any]:
         """The functions and classes to put into ``torch.cuda`` or ``torch.cpu``, by name."""
         return {
@@ -65,7 +71,7 @@ class Streams:
             "synchronize": self.synchronize,
             "CUDAGraph": self.graph_class,
             "graph": captured_graph,
-            "graph_pool_handle": lambda: (0, 0),
+            "graph_pool_handle": self.pool_handle,
             "is_current_stream_capturing": lambda: self.current.is_capturing(),
         }
 
@@ -159,10 +165,19 @@ class Event:
         return (end.recorded_ns - self.recorded_ns) * 1e-6
 
 
+@dataclass
+class GraphPool:
+    """Memory that CUDA graphs share: what is free in it is for their captures alone."""
+
+    free_bytes: int = 0
+    graphs: int = 0
+
+
 class Graph:
     """A CUDA graph, as ``torch.cuda.CUDAGraph``: one launch of all that is launched in its capture.
 
-    Its tensors stay in memory. ``after``: called after each launch.
+    Its tensors stay in the memory of its pool until it is gone. ``after``: called after each
+    launch.
     """
 
     streams: Streams
@@ -170,21 +185,32 @@ class Graph:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: list[OpCall] = []
         self.after: list[Callable[[], None]] = []
+        self.reset = lambda: None
 
-    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+    def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
         """Begin a capture: what is launched from now on is the graph's, and does not run."""
-        log = self.streams.log
+        log, self.handle = self.streams.log, pool or self.streams.pool_handle()
+        self.memory = self.streams.pools.setdefault(self.handle, GraphPool())
+        self.memory.graphs += 1
+        self.reset = weakref.finalize(self, _left, self.memory, log)
         log.after_graph, self.start, self.host = self.after, len(log.calls), dict(log.host)
-        self.stream, self.peak, log.peak_bytes = log.stream, log.peak_bytes, log.live_bytes
+        self.stream, self.live = log.stream, log.live_bytes
+        self.peak, log.peak_bytes = log.peak_bytes, log.live_bytes
 
     def capture_end(self) -> None:
-        """End the capture: move what was launched since its begin from the log to the graph."""
-        log = self.streams.log
+        """End the capture: move what was launched since its begin from the log to the graph.
+
+        Its peak came out of what was free in the pool, and only the rest out of the GPU's memory.
+        """
+        log, pool = self.streams.log, self.memory
         log.after_graph, log.host = None, self.host
         self.calls = [c for c in log.calls[self.start :] if c.op != HOST]
         del log.calls[self.start :]
-        log.graph_bytes += log.peak_bytes - log.live_bytes
-        log.live_bytes = log.peak_bytes  # the graph keeps its memory
+        kept_bytes = log.live_bytes - self.live
+        grown_bytes = max(0, log.peak_bytes - self.live - pool.free_bytes)
+        log.live_bytes = self.live + grown_bytes
+        log.graph_bytes += grown_bytes - kept_bytes
+        pool.free_bytes += grown_bytes - kept_bytes
         log.peak_bytes = max(self.peak, log.live_bytes)
 
     def replay(self) -> None:
@@ -198,14 +224,24 @@ class Graph:
             ended()
 
     def pool(self) -> tuple[int, int]:
-        """The pool of its memory."""
-        return (0, 0)
+        """The handle of the pool of its memory."""
+        handle: tuple[int, int] = self.handle
+        return handle
+
+
+def _left(pool: GraphPool, log: ProgramLog) -> None:
+    """Give a pool's memory back after the last of its graphs is gone."""
+    pool.graphs -= 1
+    if not pool.graphs:
+        log.graph_bytes -= pool.free_bytes
+        log.take(-pool.free_bytes)
+        pool.free_bytes = 0
 
 
 @contextmanager
-def captured_graph(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
+def captured_graph(graph: Graph, pool: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
     """As ``torch.cuda.graph``."""
-    graph.capture_begin()
+    graph.capture_begin(pool)
     yield
     graph.capture_end()
 
