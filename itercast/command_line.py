@@ -9,9 +9,10 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import function_of, with_added
@@ -198,10 +199,24 @@ GROUPS = {  # in the order in which a newcomer needs them
 }
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
+
+class MayHaveScript(TyperCommand):
+    """A command whose case may be a script, which gets the options that the command lacks."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's; unknown options are an error only where no script or module is named."""
+        is_script = any(word.endswith(".py") or word in ("-m", "--module") for word in args)
+        ctx.ignore_unknown_options = is_script
+        return super().parse_args(ctx, args)
+
+
+KINDS_OF_COMMANDS = {"plan": MayHaveScript, "explain": MayHaveScript}
+
 for group, commands in GROUPS.items():
     for command in commands:
-        context = OF_A_SCRIPT if command is run else {}
         name = "list" if command is list_names else command.__name__  # a word of Python
-        app.command(name=name, rich_help_panel=group, context_settings=context)(command)
+        kind, context = KINDS_OF_COMMANDS.get(name), OF_A_SCRIPT if command is run else {}
+        app.command(name=name, cls=kind, rich_help_panel=group, context_settings=context)(command)
 for added, command in with_added("commands", {}, Callable).items():  # of our extras, too
-    app.command(name=added, rich_help_panel="Extras")(command)
+    kind = KINDS_OF_COMMANDS.get(added)
+    app.command(name=added, cls=kind, rich_help_panel="Extras")(command)

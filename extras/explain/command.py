@@ -36,7 +36,7 @@ OPS = 10  # listed
 def explain(
     question: Question,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="of a script in place of CASE, after --")
+        list[str] | None, typer.Argument(help="of a script in place of CASE; after -- all are")
     ] = None,
     module: AsModule = False,
     as_json: Json = False,

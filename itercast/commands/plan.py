@@ -64,7 +64,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (  # name, mark and colour of Forecast
 def plan(
     question: Question,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="of a script in place of CASE, after --")
+        list[str] | None, typer.Argument(help="of a script in place of CASE; after -- all are")
     ] = None,
     module: AsModule = False,
     gpu: GpuName = "",

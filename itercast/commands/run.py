@@ -100,8 +100,10 @@ def run(
     """
     from itercast.anchors import known_machine
 
+    arguments = arguments or []
+    arguments = arguments[arguments[:1] == ["--"] :]  # before which `plan` has its own options
     if gpu == "cpu":
-        _refuse_gpus_behind([*["--module"] * module, str(script)], arguments or [])
+        _refuse_gpus_behind([*["--module"] * module, str(script)], arguments)
     pairs = list(product(gpu.split(","), _counts(gpus)))
     if (trace is not None or plan) and len(pairs) > 1:
         raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
@@ -109,10 +111,10 @@ def run(
     named |= {"machine": known_machine(machine, anchor, Question)}
     orders: list[ScriptOrder] = []
     for name, count in pairs:
-        order = script_order(str(script), arguments or [], gpu=name, gpus=count, **named)
+        order = script_order(str(script), arguments, gpu=name, gpus=count, **named)
         orders.append(replace(order, steps=steps, limit_s=limit, anew=no_cache))
     script = orders[0].path
-    misplaced = [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]
+    misplaced = [x for x in arguments if x.partition("=")[0] in ("--gpu", "--gpus")]
     names = ", ".join(misplaced)
     hint = f"{names} is passed on to {script.name}: options of itercast come before it"
 

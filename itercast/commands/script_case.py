@@ -144,6 +144,8 @@ def searched(
 ) -> Iterator[tuple[Any, Row]]:
     """The model whose plans are searched; for a script also facts of it, else none.
 
+    ``arguments`` are the script's: options that the command does not know, and all after ``--``.
+
     The script's process runs until this context ends, as a single one or, if it needs several, as
     one of ``gpus``.
     """

@@ -74,8 +74,24 @@ def test_the_plans_of_a_script(
     what_if[what_if.index("8")] = "16"
     wrong = typed(*what_if, rc=2)
     assert "plan 'dp=8' is of 8 GPUs, not of 16" in wrong.stderr
+    assert "No such option: --gpuz" in typed("plan", "gpt-s", "--gpuz", "8", rc=2).stderr
     refused = typed(*words[:1], "gpt-s", *words[2:], "--", "64", rc=2)
     assert "are of a script, not of gpt-s" in refused.stderr
+
+
+def test_a_script_gets_the_options_that_commands_do_not_know(tmp_path: Path) -> None:
+    """As behind ``--``, in ``plan`` and ``explain`` anywhere; in ``run`` all behind it are its."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; sys.exit(' '.join(sys.argv[1:]))")
+    for command in (("plan", "--gpus=8"), ("explain",)):
+        words = (*command, "--gpu=h100-sxm-80gb")
+        told = typed(*words, str(script), "--width", "8", "--seq", "4", rc=2).stderr
+        assert "exits with '--width 8'" in told
+        told = typed(*words, str(script), "--width", "8", "--", "--seq", "4", rc=2).stderr
+        assert "exits with '--width 8 --seq 4'" in told
+    for between in ((), ("--",)):
+        words = ("run", "--gpu=h100-sxm-80gb", str(script), *between, "--seq", "4", "--", "5")
+        assert "exits with '--seq 4 -- 5'" in typed(*words, rc=2).stderr
 
 
 def test_the_best_plans_are_printed_and_logged(
