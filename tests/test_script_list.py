@@ -15,13 +15,19 @@ def test_each_listed_script_has_a_source_and_files_that_can_be_made() -> None:
     assert {kind for one in listed for file in one.files.values() for kind in file} <= set(KINDS)
 
 
-def test_errors_are_of_a_step_with_its_waits_for_batches_without_and_in_practice() -> None:
+def test_errors_are_of_a_step_or_an_epoch_with_its_waits_for_batches_without_and_in_practice() -> (
+    None
+):
     found = {"iteration_us": 120_000.0, "step_us": 90_000.0, "samples_per_s": 100.0}
     found["in_practice"] = 1.5
     assert errors_pct({"step_s": 0.1}, found) == pytest.approx((20, -10, 35))
     # 100 samples/s x 0.12 s = 12 samples a step, of which 80 a second take 0.15 s
     assert errors_pct({"samples_per_s": 80}, found) == pytest.approx((-20, -40, -10))
     assert errors_pct({}, found) == ()
+    # 100 steps of 0.12 s, 10 batches of 2 s / 4, 1 s + 2 s between them: 20 s for 16 measured ones
+    found |= {"evaluation_batches": [3, 1], "evaluation_s": 2, "workers_start_s": 1, "saving_s": 2}
+    epoch = {"epoch_s": 16, "epoch_steps": 100, "evaluation_batches": 10}
+    assert errors_pct(epoch, found) == pytest.approx((25, 6.25, 34.375))
 
 
 def test_a_summary_tells_no_single_error() -> None:

@@ -202,6 +202,7 @@ def _run_until_enough_steps(
     evaluated, how = Evaluations(_outside_torch), (script.patience_s, on_gpu)
     steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, *how)
     steps.epoch.may_follow = follows
+    steps.epoch.begin()
     argv = [str(script.path), *script.arguments]
 
     def doing(frame: FrameType) -> str:
@@ -228,9 +229,10 @@ def _run_until_enough_steps(
         has_step = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
         if not (steps.enough or has_step):  # else it failed after what is needed of it
             raise _refusal(exc, steps.done, script, on_gpu) from exc
-        steps.epoch.complete |= exits
+        if exits:
+            steps.epoch.script_ended()
     else:
-        steps.epoch.complete = True
+        steps.epoch.script_ended()
     finally:
         steps.epoch.close()
     if not steps.kept and steps.enough:

@@ -55,7 +55,8 @@ class Listed:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     expected: str = "forecast"  # or words of the one line
-    measured: dict[str, Any] = field(default_factory=dict)  # step_s or samples_per_s, source, role
+    # step_s, samples_per_s or epoch_s with epoch_steps and evaluation_batches; source, role
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 def checked_out(facts: dict[str, str], folder: Path, mirrors: Path | None) -> None:
@@ -125,19 +126,26 @@ def answer(
 
 
 def errors_pct(measured: dict[str, Any], found: dict[str, Any]) -> tuple[float, ...]:
-    """100 x (forecast / measured - 1) of a step's time, by its three forecasts.
+    """100 x (forecast / measured - 1) of a step's time, or an epoch's, by its three forecasts.
 
-    With waits for its batches, without them, and without them as trainings take in practice.
+    With waits for its batches, without them, and without them as trainings take in practice. Data
+    that are made here are fewer than those measured, which say how many batches an epoch has.
     """
     if not measured:
         return ()
     step_s = found["iteration_us"] / 1e6
+    practised_us = found["in_practice"] * found["step_us"]
+    forecasts_us = (found["iteration_us"], found["step_us"], practised_us)
+    if epoch_s := measured.get("epoch_s"):
+        passes, evaluation_s = sum(found["evaluation_batches"]), found["evaluation_s"]
+        between_s = found["workers_start_s"] + found["saving_s"]
+        between_s += measured.get("evaluation_batches", 0) * evaluation_s / max(1, passes)
+        epochs_s = (measured["epoch_steps"] * us / 1e6 + between_s for us in forecasts_us)
+        return tuple(100 * (forecast_s / epoch_s - 1) for forecast_s in epochs_s)
     rate = measured.get("samples_per_s")
     if rate and not found["samples_per_s"]:
         return ()
     took_s = found["samples_per_s"] * step_s / rate if rate else measured["step_s"]
-    practised_us = found["in_practice"] * found["step_us"]
-    forecasts_us = (found["iteration_us"], found["step_us"], practised_us)
     return tuple(100 * (us / 1e6 / took_s - 1) for us in forecasts_us)
 
 

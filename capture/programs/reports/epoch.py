@@ -29,6 +29,7 @@ from itercast.capture.programs.reports.length import training_steps
 
 BATCHES = 3  # that a DataLoader gives then
 LONGEST_S = 15  # no assumption: seconds in which it comes to the end of its epoch, or is ended
+LATE = signal.SIGURG  # ignored by default: a script that forgets our handler goes on
 AGAIN_S = 1.0  # no assumption: seconds until it is ended anew where it went on
 ALMOST_ONE = 0.6  # batches a step, where few are counted and some asked for ahead
 RUN = (runpy.run_path.__code__, runpy.run_module.__code__)
@@ -83,7 +84,8 @@ class Epoch:
         outside_torch: Callable[[str], bool],
         waits: Callable[[], None],
     ) -> None:
-        self.log, self.taken, self.began_s = log, taken, time.monotonic()
+        self.log, self.taken, self.began_s, self.over = log, taken, 0.0, threading.Event()
+        self.heard_before: Any = None  # what heard ``LATE``
         self.lines, self.outside_torch, self.waits = lines, outside_torch, waits
         self.fed_at: Lines = ()  # the lines that ran when the last batch came
         self.passes, self.before = dict[Any, Passes](), dict[Any, Passes]()  # by DataLoader
@@ -159,7 +161,7 @@ class Epoch:
                 self.complete = True
                 raise EnoughSteps
             self.ended_feeding = True
-            return True
+            return not _last_of_lightning(sys._getframe(1))
         return loader in self.passes and self.passes[loader].taken >= BATCHES
 
     def follow(self, steps: int, at_once: int) -> None:
@@ -176,12 +178,11 @@ class Epoch:
         in_all = training_steps(*where, epoch_steps, at_once)
         self.known = Training(epoch_steps=epoch_steps, steps=in_all)
         in_main = threading.current_thread() is threading.main_thread()
-        free = in_main and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-        if not (self.may_follow and self.feeds is not None and free):
+        heard = in_main and signal.getsignal(LATE) == self._late
+        if not (self.may_follow and self.feeds is not None and heard):
             raise EnoughSteps
-        signal.signal(signal.SIGALRM, self._late)
-        took_s = time.monotonic() - self.began_s
-        signal.setitimer(signal.ITIMER_REAL, min(took_s, LONGEST_S), AGAIN_S)
+        took_s = min(time.monotonic() - self.began_s, LONGEST_S)
+        threading.Thread(target=self._wait, args=(took_s,), daemon=True).start()
         self.running, self.follows = None, True
         self.before, self.passes = self.passes, {}
 
@@ -203,6 +204,18 @@ class Epoch:
         """Note that so many bytes were saved."""
         self.saved_bytes += nbytes if self.follows else 0
 
+    def begin(self) -> None:
+        """Note when the script begins; what it restores of signals later on is ours."""
+        self.began_s = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self.heard_before = signal.signal(LATE, self._late)
+
+    def _wait(self, seconds: float) -> None:
+        """Tell the script's thread after so many seconds that it is late, until it ends."""
+        while not self.over.wait(seconds):
+            signal.pthread_kill(threading.main_thread().ident or 0, LATE)
+            seconds = AGAIN_S
+
     def _late(self, _: int, frame: FrameType | None) -> None:
         """End the script, unless it has ended and what was patched for it is restored now."""
         if any(running.f_code in RUN for running, _ in traceback.walk_stack(frame)):
@@ -210,15 +223,20 @@ class Epoch:
 
     def close(self) -> None:
         """The script has ended: no time limit ends it any more."""
+        self.over.set()
+        if self.heard_before is not None:
+            signal.signal(LATE, self.heard_before)
         if not self.follows:
             return
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         stopped = self.running[0] if self.running and not self.complete else None
         self._close(None)
         for loader, passes in self.passes.items():  # of loops that the script left, or was ended in
             passes.batches += batches_of(loader) if loader is stopped else passes.taken
         self.taken.loader, self.follows = self.feeds, False
+
+    def script_ended(self) -> None:
+        """Note that the script ended without an error: with its only epoch, unless more follow."""
+        self.complete |= self.known.steps <= self.known.epoch_steps
 
     def ended(self, kind: str, owner: Any) -> None:
         """Note the end of a forward, backward or optimizer step (``Steps.end``)."""
@@ -262,6 +280,23 @@ class Epoch:
             )
             lane = self.taken.lane("evaluation", loader)
             yield Evaluation(batches=batches, program=program, lane=lane)
+
+
+def _last_of_lightning(innermost: FrameType) -> bool:
+    """Whether Lightning asks for a batch, which it is let take for the last one of its epoch.
+
+    It counts batches, and evaluates in the last one.
+    """
+    running = {type(frame.f_locals.get("self")).__name__: frame.f_locals.get("self")
+               for frame, _ in traceback.walk_stack(innermost)}  # fmt: skip
+    loop: Any = running.get("_TrainingEpochLoop")
+    fetcher: Any = running.get("_PrefetchDataFetcher")
+    if loop is None or fetcher is None or fetcher.length is None:
+        return False
+    fetcher.length = fetcher.fetched + 1
+    if loop.trainer.val_check_batch == loop.trainer.num_training_batches:
+        loop.trainer.val_check_batch = loop.batch_idx + 2  # which counts from 0 to the batch before
+    return True
 
 
 def batches_of(loader: Any) -> int:

@@ -77,7 +77,7 @@ def test_an_epoch_is_followed_to_its_end(tmp_path: Path, gpus: int, steps: int) 
     products = [call for call in calls if call.op == "aten.addmm.default"]
     assert [call.args[1].shape for call in products] == [(16, 64), (16, 32)]
     assert {call.phase for call in calls} == {"forward"} and evaluation.lane is not None
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
 
 
 def test_a_script_that_checks_what_it_saw_gets_its_step_and_what_was_seen(tmp_path: Path) -> None:
@@ -175,6 +175,24 @@ def test_an_evaluation_before_training_stands_for_those_that_are_not_reached(
     assert [x.batches for x in found.evaluations] == [13]
 
 
+CAUGHT = """
+try:
+    for epoch in range(Options.epochs):
+        trained()
+        1 / 0
+except ZeroDivisionError:
+    pass
+"""
+ONCE = "trained()\nevaluated()"
+
+
+@pytest.mark.parametrize(("text", "followed"), [(CAUGHT, False), (ONCE, True)])
+def test_a_script_that_ends_before_its_next_epoch_was_not_followed(
+    tmp_path: Path, text: str, followed: bool
+) -> None:
+    assert training(tmp_path, text).followed == followed
+
+
 STAYS = """
 import time
 trained()
@@ -183,8 +201,15 @@ while True:
 """
 
 
-def test_a_script_that_stays_in_its_epoch_is_ended(tmp_path: Path) -> None:
-    found = training(tmp_path, STAYS)
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_script_that_stays_in_its_epoch_is_ended(tmp_path: Path, restores: bool) -> None:
+    """As Lightning does, it may set all signals' handlers to those that it found."""
+    before = (
+        "import signal\nall = {n: signal.getsignal(n) for n in (signal.SIGURG, signal.SIGALRM)}\n"
+    )
+    restored = "for n in all: signal.signal(n, all[n])\nwhile"
+    text = before + STAYS.replace("while", restored) if restores else STAYS
+    found = training(tmp_path, text)
     assert found.epoch_steps == 125 and not found.followed
 
 
