@@ -79,10 +79,10 @@ def step_dtype(asked: str | None, amp: bool, gpus: Iterable[Gpu]) -> str | None:
 class Target:
     """The bundle, device, plan, node, host and software that a forecast is for.
 
-    ``threads``: CPU threads of each rank; 0 on a GPU. ``known``: what measured steps told of the
-    machine; a typical one where it is None. ``model``: the name of the model, which may be slower
-    or faster on it than others. ``lane``: the DataLoader that feeds each rank; None where batches
-    are always there.
+    ``threads``: CPU threads of each rank; 0 on a GPU. ``known``: what measured steps say of the
+    machine; None: it is a typical one. ``model``: the name of the model, which may be slower or
+    faster on it than others. ``lane``: the DataLoader that feeds each rank; None where batches are
+    always there.
     """
 
     bundle: Bundle

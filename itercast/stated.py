@@ -118,9 +118,9 @@ def assumes(forecasts: Sequence[Forecast]) -> str:
 
 
 def _distinct(forecasts: Sequence[Forecast], field: str) -> str:
-    """The distinct values of a field: the first two, and how many others there are.
+    """The distinct values of a field: the first two, and how many more there are.
 
-    Left out are those that another one begins with, as what a node has and what lies beyond it.
+    A value that another value begins with is left out, such as a node without what lies beyond it.
     """
     found = dict.fromkeys(filter(None, (str(getattr(f, field)) for f in forecasts)))
     values = [v for v in found if not any(other.startswith(f"{v},") for other in found)]

@@ -82,7 +82,7 @@ def _check(rows: pd.DataFrame, roots: Sequence[Path], family: Family) -> None:
 
 
 def with_mean_times(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with means of samples as times, where they have one beside the median.
+    """The rows with means of samples as times, where a mean was kept beside the median.
 
     Medians of ops do not add up to a step (``itercast.microbench.timing.clock.usual_mean``).
     """

@@ -80,7 +80,7 @@ def read_values(path: Path, what: str) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; ValueError, with ``what`` the file should be, for other files."""
+    """The mapping in a YAML file; ValueError, with ``what`` the file should be, for others."""
     values = read_values(path, what)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping, a {what}")

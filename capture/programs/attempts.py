@@ -42,7 +42,7 @@ class KnownRanks:
         return self.done.keys() >= set(self.wanted)
 
     def attempt(self, capture: Callable[[int, Mailbox, bool], CapturedRank]) -> KnownRanks:
-        """Capture one rank more, or learn which rank it waits for, or that nothing repeats."""
+        """Capture one more rank, or learn which rank it waits for, or that nothing repeats."""
         waiting = [rank for rank in self.wanted if rank not in self.done]
         ready = [rank for rank in waiting if not self.mailbox.lacks(rank)]
         if not ready:
@@ -104,7 +104,7 @@ def in_fork(
 
     Then the child returns from here and carries on as the program, while this parent waits for it
     and exits with its code, as it does if the child fails. Else the child sends back its
-    ``KnownRanks``, and what ``tell`` returns in it, which ``hear`` gets here.
+    ``KnownRanks``, and the result of ``tell``, which ``hear`` gets in the parent.
     """
     with TemporaryFile() as file:
         if (pid := os.fork()) == 0:

@@ -224,9 +224,7 @@ class ProgramLog(OpLog):
                 self.host[event] = self.host.get(event, 0) + passes
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Log one call: as a copy between host and GPU, as the CPU's if it reads tensors in host
-        memory, else as a launch of the GPU.
-        """
+        """Log one call: a copy, work of the CPU (on tensors in host memory), or the GPU's."""
         reads_host = self.host_memory and not self.reads_copies
         tensors = tensors_in((args, kwargs)) if reads_host else []
         on_host = list(map(self.host_memory.holds, tensors))

@@ -68,7 +68,7 @@ class ProgramCapture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A pass of an epoch over another DataLoader: what a rank launches for one of its batches."""
+    """An evaluation in an epoch, over another DataLoader: what a rank launches for one batch."""
 
     batches: int
     program: ProgramCapture
@@ -77,11 +77,12 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is known of a script's whole training, as its first rank sees it; 0 where it is not.
+    """What is known of a script's whole training, as its first rank sees it; unknown numbers are 0.
 
-    ``epoch_steps``: steps, as the captured one, in a pass over the DataLoader that feeds them;
-    ``steps``: in all passes. ``evaluations``: of an epoch. ``followed``: to the end of the epoch,
-    so that there are no others; ``saved_bytes``: what ``torch.save`` is given there.
+    ``epoch_steps``: steps like the captured one in a pass over the DataLoader that feeds them;
+    ``steps``: in all passes. ``evaluations``: of one epoch. ``followed``: the script was followed
+    to the end of the epoch, so that it has no other evaluations; ``saved_bytes``: what it gives
+    ``torch.save``.
     """
 
     epoch_steps: int = 0

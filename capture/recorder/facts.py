@@ -318,7 +318,7 @@ class Known:
         return None if overwritten or replaced else fact
 
     def _forget(self, values: Tensor) -> None:
-        """Forget all tensors that share the memory of these values: unknown ones were written."""
+        """Forget tensors that share these values' memory: unknown numbers were written to it."""
         memory = values.untyped_storage()
         self._overwritten.add(memory._cdata)
         finalize(memory, self._overwritten.discard, memory._cdata)

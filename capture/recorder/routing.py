@@ -297,7 +297,7 @@ class Routing(Known):
         return count
 
     def _nonzero(self, mask: Tensor) -> Argument:
-        """As ``nonzero``: as many positions as are expected; in a vector, these come first."""
+        """As ``nonzero``, with the expected number of positions, in a vector the first ones."""
         count = self._count(mask)
         if count is None:
             return torch.ops.aten.nonzero.default(mask)

@@ -1,4 +1,4 @@
-"""Machine files: what measured steps told of a machine, as YAML that every forecast takes."""
+"""Machine files: what measured steps say of a machine, as YAML for forecasts to read."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Machine:
     ) -> float:
         """Half width of the 80 % interval of a step, in log time.
 
-        ``other``: standard deviation of its log time by what no machine tells of.
+        ``other``: standard deviation of its log time from causes that are not the machine's.
         """
         return self.typical.deviates * hypot(self.log_deviation(sensitivity, model), other)
 

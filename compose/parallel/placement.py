@@ -166,9 +166,9 @@ class Cluster:
 
 
 def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
-    """GPUs that reach each other without the network: those of a rack-scale link domain or a host.
+    """GPUs that reach each other without the network: of a rack-scale link domain, or of a host.
 
-    Placement and plan search both take it from here: a "node" of a plan is such a domain.
+    Placement and plan search both use it: a "node" of a plan is such a domain.
     """
     if node is None:
         return max(USUAL_GPUS_PER_NODE, gpu.link_joins)

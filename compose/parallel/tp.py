@@ -57,7 +57,7 @@ def tensor_parallel(
 
 
 class _TensorParallel:
-    """Rewrites a step in one pass; keeps track of which storages are cut, and how."""
+    """Rewrites a step in one pass, and tracks which storages are cut, and how."""
 
     def __init__(self, capture: StepCapture, plan: ParallelPlan, summed: bool) -> None:
         self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed

@@ -181,7 +181,7 @@ class Search:
             prefetch_messages(list(clusters), self.book, next(iter(clusters.values())))
 
     def why_none(self) -> str:
-        """Why no plan is legal: the rule it breaks, else that parameters exceed the memory."""
+        """Why no plan is legal: the rule that plans break, or that parameters exceed the memory."""
         if self.refused or not self.too_large:
             return next(iter(self.refused.values()), "no degrees multiply to that many GPUs")
         gpu, least = self.book.gpu, min(self.too_large)

@@ -65,9 +65,9 @@ class MeasuredRows:
 def fallback_parts(
     params: Point, models: Models, channels_last: bool, gpu: Gpu, stack: str = USUAL
 ) -> list[Part]:
-    """Returns the ops by which an op is priced; empty where its own model can price it on this GPU.
+    """The ops that price an op; empty where its own model can price it on this GPU.
 
-    Also empty where one of these ops' families has no model learned from rows.
+    Also empty if one of these ops' families has no model learned from rows.
     """
     family = family_of(params)
     if family is None or family.fallback is None or not is_on("fallbacks"):

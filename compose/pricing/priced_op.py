@@ -28,7 +28,7 @@ SHAPED_BY_DATA = (
 
 @dataclass
 class AssumedTime:
-    """Times added up: all of them, and by assumption the part that rests on it."""
+    """A sum of times, and by assumption the part of the sum that rests on it."""
 
     total_us: float = 0.0
     by_name_us: dict[str, float] = field(default_factory=dict)

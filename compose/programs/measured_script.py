@@ -33,7 +33,7 @@ class MeasuredScript(Measured):
 
     @property
     def run(self) -> str:
-        """A name of its run: the script's, its numbers of ranks, samples, bytes and launches."""
+        """A name of the run: script, numbers of ranks, samples, bytes and launches."""
         program = self.program
         size = [program.world_size, program.samples, program.rows_given]
         size += [*program.peak_bytes.values(), *(len(r.calls) for r in program.ranks.values())]

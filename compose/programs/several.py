@@ -103,7 +103,7 @@ def program_between(
 
 
 def _training_between(less: Training, more: Training, by_ranks: _ByRanks) -> Training | None:
-    """The training as so many ranks; None if its evaluations do not follow from those of others."""
+    """The training with another number of ranks; None if its evaluations cannot be derived."""
     evaluations = list[Evaluation]()
     if len(less.evaluations) != len(more.evaluations):
         return None

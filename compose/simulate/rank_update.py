@@ -157,7 +157,7 @@ class RankUpdate(RankTasks):
     def _own(
         self, parameters: Sequence[ParamSpec], count: Callable[[Sequence[ParamSpec]], int]
     ) -> int:
-        """``count`` of the parameters that one rank updates: its share, if ranks share that."""
+        """``count`` of the parameters that a rank updates: each group over the ranks sharing it."""
         plan, total = self.rank.plan, 0
         for spread in (False, True):
             ranks = plan.shards_of(spread=spread) if self.strategy.share_update else 1

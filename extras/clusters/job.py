@@ -135,7 +135,7 @@ def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], i
 
 
 def stages(job: Job, plan: ParallelPlan, groups: Sequence[GpuGroup], rows: int) -> list[Rank]:
-    """The rank of each pipeline stage; ``groups``: that of each stage.
+    """One rank per pipeline stage; ``groups``: the group of each stage.
 
     Stages of one group with equal links share one object, which is simulated once.
     """

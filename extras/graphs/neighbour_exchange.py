@@ -87,8 +87,8 @@ class _Part:
     """Builds the step of one rank; the graph has so many ``edges`` and ``vertices`` in all.
 
     ``own`` and ``halo``: how many vertices of its own, and of other ranks, the rank reads.
-    ``local``: the rank's number of vertices, or edges, by that of the whole graph. ``remote``: how
-    many of its edges come from the halo.
+    ``local``: maps the number of vertices, or edges, of the whole graph to the rank's. ``remote``:
+    how many of its edges come from the halo.
     """
 
     def __init__(

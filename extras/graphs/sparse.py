@@ -158,10 +158,10 @@ def bytes_moved(p: Sparse) -> Values:
 
 
 def cached_bytes(p: Sparse, gpu: Gpu) -> Values:
-    """``bytes_moved``, with a row of the dense matrix read for each value and not only once.
+    """``bytes_moved``, with a row of the dense matrix read for each stored value, not just once.
 
-    A row that the last cache holds counts as such; all columns hold about as many values. sddmm
-    gathers columns of its second matrix so, and reads rows of its first in turn.
+    Rows that the last cache holds are counted as cached; all columns are taken to hold equally many
+    values. sddmm gathers columns of its second matrix so, and reads rows of its first in turn.
     """
     row_bytes = 1.0 * p.width * itemsize_bytes(p.dtype)
     once_bytes = np.minimum(p.cols, p.nnz) * row_bytes

@@ -39,8 +39,8 @@ def measure_in_step(
 ) -> tuple[Row, Mapping[str, list[Row]]]:
     """Profile steps of an iteration; returns the columns of its row, and its ops' rows by family.
 
-    An op's time is that of its kernels, or on a CPU that on the host. ``time_us`` is the sum over a
-    step's ops, ``known_frac`` the share of it that families describe.
+    An op's time is the time of its kernels, on a CPU its time on the host. ``time_us`` is the sum
+    over a step's ops, ``known_frac`` the share of it that families describe.
     """
     from itercast.capture.recorder.attention import attention_as  # needs torch
 

@@ -136,7 +136,7 @@ def _within(found: np.ndarray, context: int, where: str) -> np.ndarray:
 def lengths_of(
     spec: str, plan: ParallelPlan, *, rows: int, context: int, packed: bool = False
 ) -> Lengths:
-    """What the slowest of a plan's replicas computes; ``rows``: of one of its micro-batches."""
+    """The work of the slowest of a plan's replicas; ``rows``: of one of its micro-batches."""
     micro, replicas = plan.microbatches, plan.dp
     each = replicas * micro * rows
     steps = max(FEWEST_STEPS, min(STEPS, ROWS // each))

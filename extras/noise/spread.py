@@ -29,7 +29,7 @@ class Spread:
     """The distribution of a step that waits for the slowest of its ranks.
 
     ``sigma``: standard deviation of the log of what a rank does itself, ``own_us`` of the forecast.
-    ``mean_us_by_ranks``: the mean for other numbers of ranks that do what each of these does.
+    ``mean_us_by_ranks``: the mean if other numbers of ranks did the same work each.
     """
 
     sigma: float

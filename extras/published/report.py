@@ -112,8 +112,8 @@ def report(
     Pages of forecast iterations, one per GPU, are written to ``out``, and the tables as far as they
     are known: a run that is interrupted leaves them.
 
-    With a ``source`` only errors on its rows, with it left out and with it; ValueError for one that
-    has no rows in the folder.
+    With a ``source``, only errors on its rows: with the source left out, and with it. ValueError if
+    it has no rows in the folder.
     """
     known, asked = op_sources(public), read_lines(public, only)
     check_source(source, {*known, *(str(s) for _, rows in asked for s in rows["source"].unique())})

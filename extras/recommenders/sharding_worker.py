@@ -46,10 +46,10 @@ def run(order: Row) -> None:
 def in_turn(
     models: Sequence[ShardedModel], count: int, group: dist.ProcessGroup
 ) -> Iterator[dict[str, list[float]]]:
-    """Yields what ``count`` steps of each model took, measured in turn.
+    """Yields times of ``count`` steps of each model, measured in turn.
 
-    One that is not timed goes ahead of each, so that caches hold what the model's own steps leave
-    in them, as in training.
+    Each is preceded by an untimed step of the same model, so that caches hold what its own steps
+    leave in them, as in training.
     """
     steps, anchor, anchors_us = list[ShardedStep](), Anchor().times_us, list[float]()
     for model in models:

@@ -168,8 +168,9 @@ def resize(p: SparseUpdate, factor: float, first_share: float) -> SparseUpdate:
 def fallback(p: SparseUpdate, measured: Measured) -> list[Part]:
     """Rows added to the table one by one, and copies, where no rows of a CPU show this optimizer.
 
-    On a GPU SGD's time depends on which rows: it is that of ``cached_bytes``. Optimizers that sum
-    rows first take bytes and kernels (``_coalesced``): measured rows of these are few.
+    On a GPU SGD's time depends on which rows are updated, and is priced by ``cached_bytes``.
+    Optimizers that sum rows first are priced by bytes and kernels (``_coalesced``), as few were
+    measured.
     """
     if measured.gpu.kind != "cpu":
         return _coalesced(p) if is_any(p.op, COALESCED) else []

@@ -32,10 +32,10 @@ MAX_DIGIT = 9  # replicas on a node, which Sia writes as one digit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One model on so many of a GPU; without a forecast where a rule forbids the plan (``reason``).
+    """One model on a number of one kind of GPU; ``reason``: why there is no forecast.
 
-    ``batch`` is that of a replica: what was asked for, else the model's own, None without a
-    forecast. ``usd_per_hour``: price of one GPU; None where none is given.
+    ``batch`` is that of a replica: as asked, else the model's own, None without a forecast.
+    ``usd_per_hour``: price of one GPU; None where none is given.
     """
 
     gpu: str

@@ -33,8 +33,8 @@ Event = dict[str, object]
 class Part:
     """A simulated run of one rank from ``start_us`` on.
 
-    ``micro``: the micro-batch that it is of, if it is of one. Work that ends before ``since_us`` is
-    left out, but for messages if ``messages``.
+    ``micro``: its micro-batch, if it has one. Work that ends before ``since_us`` is left out,
+    except messages where ``messages`` is set.
     """
 
     tasks: Sequence[Task]

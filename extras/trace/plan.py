@@ -121,7 +121,7 @@ def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent
 
 
 def _tail(found: Pipeline, r: int, end_us: float) -> Iterator[Part]:
-    """What a rank does after its last backward, and the messages that overlap that one."""
+    """A rank's part after its last backward, and the messages that overlap that backward."""
     tail = found.tails[r]
     each = found.ranks[r].strategy.scatters_each
     yield Part(

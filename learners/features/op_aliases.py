@@ -23,8 +23,8 @@ def as_measured(
 ) -> pd.DataFrame:
     """Replace each op that was not measured in its dtype by a similar op that was.
 
-    Similar ops are those of ``Family.op_aliases``; ``ops`` are the measured ones, by dtype. In a
-    dtype without any, rows get the first alias; if not ``missing``, they stay as they are.
+    Similar ops are those of ``Family.op_aliases``; ``ops``: measured ops by dtype. In a dtype
+    without measured ops rows get the first alias, or stay as they are if ``missing`` is false.
     """
     if not (family.op_aliases and ops):
         return rows

@@ -26,9 +26,9 @@ class TableSoftware:
     """How software looks up embedding tables that are spread over ranks.
 
     ``batched``: a rank looks up all of its tables in one kernel and updates them in another, and
-    the next step's row numbers travel beside a step. ``weights``: dtype of tables, empty for that
-    of the model, in which vectors travel; ``index``: dtype of row numbers; ``lengths``: whether
-    those of bags are sent beside them.
+    row numbers of the next step are sent meanwhile. ``weights``: dtype of tables and of vectors
+    that are sent, empty for the model's; ``index``: dtype of row numbers; ``lengths``: whether
+    lengths of bags are sent too.
     """
 
     batched: bool = False

@@ -37,8 +37,9 @@ def measurable_plan(text: str) -> ParallelPlan:
 class PlanStep:
     """A step to repeat.
 
-    ``steps``: how many in a row are timed as one, where only their mean is of use. ``barrier``:
-    ranks wait for each other before every such row; ``finish``: called after the last one.
+    ``steps``: how many steps in a row are timed together, if only their mean is of use.
+    ``barrier``: ranks wait for each other before each such series; ``finish``: called after the
+    last one.
     """
 
     run: Callable[[], None]

@@ -140,7 +140,8 @@ class CallCost:
     """Measures what Python adds to a timed call: an empty call, and ``torch.ops.aten``'s wrapper.
 
     With cold caches the wrapper takes longer than a small op, so ``warmed`` calls one right before.
-    ``usual_mean`` of the latest samples, one per point, as a shared machine changes its speed.
+    The cost is the ``usual_mean`` of the latest samples, one per point, as a shared machine changes
+    its speed.
     """
 
     def __init__(self, disturb: Callable[[], object], now_ns: NowNs = time.perf_counter_ns) -> None:
@@ -246,7 +247,7 @@ class Clock:
         return self._call_cost.before[workload.through_aten]
 
     def _of_one_call(self, timing: Timing, workload: Workload) -> Timing:
-        """A timing less what Python adds to a timed call, for one of the workload's calls."""
+        """A timing per call of the workload, without what Python adds to a timed call."""
         overhead_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         times_us = asdict(timing)
         samples = times_us.pop("samples")

@@ -34,8 +34,8 @@ AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 class GpuMemory:
     """The storages that a program has put on its GPU; in truth all are on the CPU.
 
-    ``stream`` returns the number of the current stream. ``beside``: a tensor was put there on
-    another stream than the default one. ``ops``: how many ops read such a tensor; ``puts``: how
+    ``stream`` returns the number of the current stream. ``beside``: whether a tensor was put there
+    on a stream other than the default one. ``ops``: how many ops read such a tensor; ``puts``: how
     often one was put. ``came``: called when a tensor with axes is copied there from the host.
     """
 

@@ -62,11 +62,11 @@ def grown_to(n: int, terms: Sequence[Term]) -> list[Any]:
 
 
 def described(values: np.ndarray[Any, Any]) -> list[Any]:
-    """What tells a tensor's numbers from others of its shape: few numbers that grow steadily.
+    """A short description of the numbers in a tensor, that differs for other numbers of its shape.
 
-    Of each row the first two numbers, and where and by how much the step to the next one changes:
-    in a mask twice where padding ends, in a causal mask twice a row. Such places grow steadily with
-    a mask, so what describes them is short, too. Numbers without such an order give a checksum.
+    Of each row it has the first two numbers, and where and by how much the steps between numbers
+    change: in a mask twice where padding ends, in a causal mask twice a row. Such places grow
+    steadily with a mask. Numbers without such an order are described by a checksum.
     """
     rows = values.reshape(-1, values.shape[-1] if values.ndim and values.size else 1)
     turns = np.diff(rows, n=2).ravel()

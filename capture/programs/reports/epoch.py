@@ -58,9 +58,10 @@ class OfBatch:
 
 @dataclass(slots=True)
 class Passes:
-    """Passes over a DataLoader; ``taken``: batches of the one that runs, ``in_all``: of all.
+    """Passes over a DataLoader; ``taken``: batches of the running pass, ``in_all``: of all passes.
 
-    ``batches``: those that finished ones would have had. ``last``: what the last one was for.
+    ``batches``: how many the finished passes would have had. ``last``: the purpose of the last
+    pass.
     """
 
     taken: int = 0
@@ -98,7 +99,7 @@ class Epoch:
         taken.came, taken.ends, taken.passed = self.came, self.ends, self.passed
 
     def came(self) -> None:
-        """Note that a batch came: what was launched since the last one is that one's."""
+        """Note that a batch came: the launches since the last one belong to that one."""
         self._close(self.taken.loader)
         if self.follows:
             self.log.reset()
@@ -110,7 +111,7 @@ class Epoch:
         log.batch()
 
     def gather(self) -> None:
-        """Take over what was launched since the log was looked at, before it forgets that."""
+        """Take over what was launched since the last look at the log, before the log forgets it."""
         calls, networks = self.start
         if self.running is not None and not self.running[1].trains:
             batch, log = self.running[1], self.log

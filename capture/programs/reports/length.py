@@ -1,4 +1,4 @@
-"""How long a script trains, as far as its loops, or those of a library, state it."""
+"""How long a script trains, as far as its loops, or those of a library, say so."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _loops_of(frame: FrameType) -> list[ast.For | ast.While]:
 
 
 def _length(iterated: ast.expr, frame: FrameType) -> int:
-    """How often a loop over an expression runs; 0 for others than ``range`` and lists.
+    """How often a loop over an expression runs; 0 for anything but ``range`` and lists.
 
-    Calls around it, such as tqdm's, do not change that.
+    Wrappers around the expression, such as tqdm, are looked through.
     """
     while isinstance(iterated, ast.Call) and getattr(iterated.func, "id", "") not in FUNCTIONS:
         shortened = getattr(iterated.func, "id", getattr(iterated.func, "attr", "")) == "trange"
@@ -93,7 +93,7 @@ def _length(iterated: ast.expr, frame: FrameType) -> int:
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:
-    """The value of names, attributes, numbers and what is counted with them, in a frame."""
+    """The value of an expression of names, attributes and numbers in a frame."""
     match node:
         case ast.Constant():
             return node.value

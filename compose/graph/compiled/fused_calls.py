@@ -56,7 +56,7 @@ class MakersAndReaders:
 
 
 def is_over_columns(call: OpCall) -> bool:
-    """Whether a call reduces other dimensions than the last ones, or sums a norm's gradients."""
+    """Whether a call reduces dimensions before the last, or sums a norm's weight gradients."""
     family, params = find_family(call)
     if family is None or family.name not in ("reduction", "norm"):
         return False

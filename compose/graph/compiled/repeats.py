@@ -23,10 +23,11 @@ FAMILIES = ("elementwise", "index", "reduction")  # no random numbers
 def without_repeats(
     capture: StepCapture, *, apart: Callable[[OpCall], bool] = lambda call: False
 ) -> StepCapture:
-    """The step without repeats of a call; what reads a repeat's result reads the first one's.
+    """The step with repeated calls removed; readers of a removed result read the first one's.
 
-    Calls for which ``apart`` is true stay. Captures do not say where in its memory a tensor begins:
-    only calls on whole ones are compared, or on all parts of one (``cat`` of what a gather brings).
+    Calls for which ``apart`` is true stay. Captures do not say where in its memory a tensor begins,
+    so that only calls on whole tensors are compared, or on all parts of one (``cat`` of a gathered
+    one).
     """
     repeats, builder = _Repeats(capture), StepBuilder(capture)
     for i, call in enumerate(capture.calls):

@@ -283,7 +283,7 @@ class _Units:
         return self._gathered(x, trained=strategy.frozen_whole) if strategy.by_layer else 0
 
     def _gathered(self, x: PricedLayer, *, trained: bool) -> int:
-        """Bytes of what ranks shard of a layer, as gathered; experts that one rank has are whole.
+        """Bytes of what ranks shard of a layer, once gathered; experts on one rank are not sharded.
 
         ``trained``: of gradients before they are scattered.
         """

@@ -60,7 +60,7 @@ class Group:
 
 
 def written_parts(folder: Path, roles: Iterable[str]) -> pd.DataFrame:
-    """Steps of sources of these roles with their derivatives, from the files that are there."""
+    """Steps of the sources with these roles, with derivatives, read from the existing files."""
     paths = [folder / f"{source}.parquet" for role in roles for source in ROLES[role]]
     files = [path for path in paths if path.is_file()]
     if not files:

@@ -272,7 +272,7 @@ def resize(p: Conv, factor: float, first_share: float) -> Conv:
 
 
 def op_name(p: Conv) -> Values:
-    """The op's name; those in groups, transposed and over volumes are run by other kernels."""
+    """The op's name; grouped, transposed and volume convolutions run other kernels: other names."""
     name = np.asarray(p.op, dtype=str)
     kinds = {" in groups": 1.0 * p.groups > 1, " transposed": p.transposed}
     kinds[" of volumes"] = 1.0 * p.depth * p.kernel_d > 1

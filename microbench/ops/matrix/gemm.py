@@ -324,7 +324,7 @@ def _bound_s(p: Gemm, gpu: Gpu) -> float:
 def _one_by_one(p: Gemm, measured: Measured) -> list[Part]:
     """A product for each expert where no kernel takes all of them.
 
-    That depends on the GPU: what other GPUs measured is not transferred.
+    Whether one does depends on the GPU, so that rows of other GPUs say nothing about it.
     """
     one_kernel = p.dtype == "bf16" and measured.gpu.architecture in GROUPED_ON
     if one_kernel or measured.measured_here("gemm", p.op, p.dtype):

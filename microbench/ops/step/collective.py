@@ -143,7 +143,7 @@ def flops(p: Collective) -> Numbers:
 
 
 def place(p: Collective) -> Numbers:
-    """The cluster's name, or its network rate, where a network is crossed; else empty."""
+    """The cluster's name, or else its network rate, for messages across a network; else ""."""
     rate = np.asarray(p.network_bytes_per_s, dtype=float).round().astype(str).astype(object)
     named = np.not_equal(p.node, "")
     name = np.where(named, np.asarray(p.node, dtype=object), rate)

@@ -259,7 +259,7 @@ def features(p: Host, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[Host]:
-    """Yields the events of ``on_one_gpu``, then those of parallel wrappers, which need one rank."""
+    """Yields the events of ``on_one_gpu``, then those of parallel wrappers, on one rank too."""
     yield from on_one_gpu(rng)
     for trial in range(8):
         yield from wrapped(trial)
