@@ -25,7 +25,7 @@ from itercast.capture.collectives import (
     is_collective,
     tensors_in,
 )
-from itercast.capture.opcall import OpCall
+from itercast.capture.opcall import OpCall, changed
 from itercast.capture.programs.gpus.devices import GpuMemory, parts
 from itercast.capture.programs.kernels.fused import FUSED_ATTENTION, log_attention
 from itercast.capture.programs.kernels.libraries import as_of_torch, without_outliers
@@ -344,12 +344,13 @@ class ProgramLog(OpLog):
         but counts bytes once. FSDP's hooks are never compiled: no compiled function has the call.
         """
         output = func(*args, **kwargs)
-        flat = [t.reshape(-1) for t in tensors_in((args[0], kwargs))]
-        buffer = max(flat, key=torch.Tensor.numel)
-        if func is torch.ops.fsdp.all_gather_copy_in.default:
-            buffer = output[0]
-        parts = [t[:0] for t in flat if t is not buffer]
-        super().add(COPY, (buffer, buffer), {"of": parts}, buffer)
+        tensors = tensors_in((args[0], kwargs))
+        is_copy_in = func is torch.ops.fsdp.all_gather_copy_in.default
+        buffer = output[0] if is_copy_in else max(tensors, key=torch.Tensor.numel)
+        super().add(COPY, (buffer, buffer), {"of": [t for t in tensors if t is not buffer]}, buffer)
+        call = self.calls[-1]  # views of specs, as those of fake tensors take far longer
+        of = tuple(changed(spec, shape=(0,), stride=(1,)) for spec in call.kwargs["of"])
+        self.calls[-1] = changed(call, kwargs={"of": of})
         return output
 
     def _wait_until_filled(self, tensors: Any) -> None:
@@ -362,8 +363,7 @@ class ProgramLog(OpLog):
 
     def stream_of(self, queue: Any) -> int:
         """The number of the stream of a queue: a group's collectives, or callbacks after them."""
-        first = len(self._group_streams) + FIRST_GROUP_STREAM
-        return self._group_streams.setdefault(queue, first)
+        return self._group_streams.setdefault(queue, len(self._group_streams) + FIRST_GROUP_STREAM)
 
     def _launch(self, call: CollectiveCall) -> None:
         """Log a collective: one that does not block runs on its group's stream, between marks."""

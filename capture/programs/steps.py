@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from itercast.capture.base.durations import counted
 from itercast.capture.input.batches import TakenBatches
-from itercast.capture.opcall import Kwargs, OpCall
+from itercast.capture.opcall import Kwargs, OpCall, changed
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.repeated.evaluations import (
     Evaluations,
@@ -377,7 +377,9 @@ class Steps:
         for step in self.kept:
             host.update(step.host)
             offset = len(log.networks)  # ``within`` counts recurrent passes in each step anew
-            log.calls += [replace(c, within=c.within + offset * bool(c.within)) for c in step.calls]
+            log.calls += [
+                changed(c, within=c.within + offset) if c.within else c for c in step.calls
+            ]
             log.networks += step.networks
         log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
         log.least_bytes = min(step.least_bytes for step in self.kept)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.opcall import OpCall, TensorSpec, changed
 from itercast.capture.programs.program import AGAIN
-from itercast.capture.programs.repeated.sizes import without_sizes
 
 KEPT = 3  # of those alike: one after others, one that is repeated, one before others
 PASS = "itercast.pass"  # a call that stands for many ``launches``
@@ -35,6 +35,7 @@ def again(times: int) -> OpCall:
     return OpCall(op=AGAIN, args=(times,))
 
 
+@without_garbage_collection()
 def folded(
     calls: Sequence[OpCall], stood_for: Callable[[OpCall], Sequence[OpCall]]
 ) -> list[OpCall]:
@@ -115,9 +116,8 @@ def _parts(calls: Sequence[OpCall], starts: Sequence[int]) -> Iterator[Part]:
     used = {t.storage for call in calls[: starts[0]] for t in call.touched}
     compiled, before = {0}, dict[int, int]()
     for start, end in pairwise(starts):
-        memory, functions = _Names(used, before), _Names(compiled, {})
-        launched, sizes = without_sizes(calls[start + 1 : end])
-        pattern = [_pattern(call, memory, functions) for call in launched]
+        memory, functions, sizes = _Names(used, before), _Names(compiled, {}), list[int]()
+        pattern = [_pattern(call, memory, functions, sizes) for call in calls[start + 1 : end]]
         made = list(memory.own)
         yield Part(calls=calls[start + 1 : end], made=made, pattern=pattern, sizes=sizes)
         used |= memory.own.keys()
@@ -143,14 +143,18 @@ class _Names:
         return "own", self.own.setdefault(number, len(self.own))
 
 
-def _pattern(call: OpCall, memory: _Names, functions: _Names) -> tuple[Any, ...]:
-    """A call as its part's pattern has it: equal for the calls at the same place of equal parts."""
+def _pattern(call: OpCall, memory: _Names, functions: _Names, sizes: list[int]) -> tuple[Any, ...]:
+    """What a call has in common with the same one of another part; its integers go to ``sizes``."""
 
     def named(value: Any) -> Any:
+        if type(value) is int:
+            sizes.append(value)
+            return 0
         if isinstance(value, TensorSpec):
-            facts = (value.shape, value.stride, value.dtype, value.layout, value.nnz)
-            return *facts, value.zero_frac, memory(value.storage)
-        return tuple(map(named, value)) if isinstance(value, tuple) else value
+            numbers = named((*value.shape, *value.stride, value.nnz))
+            facts = value.dtype, value.layout, value.zero_frac
+            return len(value.shape), numbers, *facts, memory(value.storage)
+        return tuple(map(named, value)) if isinstance(value, tuple | list) else value
 
     tensors = named((call.args, tuple(call.kwargs.items()), call.outputs))
     place = call.phase, call.module, call.stream, call.graphed, call.within
