@@ -236,7 +236,7 @@ class _StepTimer:
         self.least_us = math.inf  # of the steps before those that are timed
 
     def repeat(self, repetitions: int, least_s: float) -> Row:
-        """Repeat the step, the first time after a few more; returns the measured columns."""
+        """Time repeated steps, after WARMUP untimed ones at first; returns the measured columns."""
         first_time = math.isinf(self.least_us)
         for _ in range(WARMUP if first_time else 0):
             self.once()

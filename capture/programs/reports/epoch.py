@@ -154,7 +154,11 @@ class Epoch:
         self.waits()
 
     def ends(self, loader: Any) -> bool:
-        """Whether a loader has no batch left; EnoughSteps where the next epoch begins."""
+        """Whether the script is told that a loader has no batch left, after few batches.
+
+        So its epoch ends early: loaders of evaluations after BATCHES; the loader of training at once,
+        or after the batch in which Lightning evaluates. EnoughSteps where it asks for the next epoch.
+        """
         if not self.follows:
             return False
         if loader is self.feeds:

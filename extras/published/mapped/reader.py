@@ -144,7 +144,7 @@ def _hit(cells: Cells, skip: Skip) -> Any:
 
 
 def _defaults(rule: Rule) -> Row:
-    """Parameters that a rule does not state, where the family has a default."""
+    """Defaults of the parameters of a rule's family; none for iterations."""
     if rule.family == "iteration":
         return {}
     params = fields(families()[rule.family].params)
