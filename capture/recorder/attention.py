@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from traceback import StackSummary, extract_stack
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from itercast.capture.opcall import Args, Argument, Kwargs
+from itercast.capture.recorder.replaced.block_masks import Sequences, computed_share, equal_work
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
 EAGER = "eager"
-CAUSAL = "masks of flex_attention (windows, documents) are taken to be causal, which may be longer"
+CAUSAL = "masks of flex_attention that depend on data are taken to be causal, which may be longer"
+OTHER_LENGTHS = ContextVar[Sequences | None]("sequences that cost as much as what is masked")
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
 
@@ -80,8 +83,8 @@ def attention_as(attn: str) -> Iterator[None]:
 def flex_as_sdpa(guesses: dict[str, StackSummary]) -> Iterator[None]:
     """Replace flex_attention by scaled_dot_product_attention inside the context.
 
-    Convention: every mask costs what a causal one does (noted in ``guesses``), and changes to
-    scores cost nothing.
+    A mask costs by the blocks that it computes, or as a causal one (noted in ``guesses``) where
+    these depend on data; changes to scores cost nothing.
     """
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is None:
@@ -92,15 +95,20 @@ def flex_as_sdpa(guesses: dict[str, StackSummary]) -> Iterator[None]:
         q: Tensor, k: Tensor, v: Tensor, score: object, mask: Args, scale: float, *rest: Argument
     ) -> Argument:
         """As torch's op of flex_attention: the output, log-sum-exp and largest scores of rows."""
-        masked = mask[-1] is not flex.noop_mask
-        if masked:
+        causal, sequences = mask[-1] is not flex.noop_mask, None
+        share = computed_share(mask) if causal and q.shape[-2] == k.shape[-2] else None
+        if share is not None:
+            causal, sequences = equal_work(share, q.shape[0], q.shape[-2], mask[-3])
+        elif causal:
             guesses.setdefault(CAUSAL, extract_stack())
+        before = OTHER_LENGTHS.set(sequences)
         output = torch.nn.functional.scaled_dot_product_attention(
             *(q, k, v),
-            is_causal=masked,
+            is_causal=causal,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+        OTHER_LENGTHS.reset(before)
         return output, q.new_empty(q.shape[:-1]), q.new_empty(q.shape[:-1])
 
     changed: Kwargs = {"flex_attention_hop": attention}
@@ -160,6 +168,7 @@ def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
         "dropout_p": float(options.get("dropout_p", 0.0)),
         "enable_gqa": bool(options.get("enable_gqa", False)),
         "masked": mask is not None,
+        **({"sequences": sequences} if (sequences := OTHER_LENGTHS.get(None)) else {}),
         **by_kernel(kernel_left(mask is not None)),
     }
 

@@ -311,23 +311,51 @@ def test_a_replayed_graph_is_one_launch(tmp_path: Path) -> None:
 
 FLEXIBLE = """
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-near = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 512, 512)
-heads = torch.randn(1, 4, 512, 64, device="cuda", requires_grad=True)
+ends = torch.rand(1024, device="cuda").cumsum(0) > 0.5  # of data
+masks = {
+    "all": None,
+    "causal": lambda b, h, q, k: q >= k,
+    "windows": lambda b, h, q, k: (q >= k) & (q - k < 128),
+    "documents": lambda b, h, q, k: (q >= k) & (q // 256 == k // 256),
+    "prefix": lambda b, h, q, k: (q >= k) | (k < 896),
+    "of data": lambda b, h, q, k: (q >= k) & (ends[q] == ends[k]),
+}
+mask = masks["MASK"] and create_block_mask(masks["MASK"], None, None, 1024, 1024)
+heads = torch.randn(3, 4, 1024, 64, device="cuda", requires_grad=True)
 optimizer = torch.optim.SGD([heads])
 for i in range(5):
-    flex_attention(heads, heads, heads, block_mask=MASK).sum().backward()
+    flex_attention(heads, heads, heads, block_mask=mask).sum().backward()
     optimizer.step()
 """
 
 
-@pytest.mark.parametrize(("mask", "causal"), [("None", False), ("near", True)])
-def test_a_mask_of_flex_attention_is_noted(tmp_path: Path, mask: str, causal: bool) -> None:
-    """A window of 128 is computed as 512 causal positions, which the forecast says."""
+@pytest.mark.parametrize(
+    ("mask", "causal", "sequences"),
+    [
+        ("all", False, None),
+        ("causal", True, None),
+        ("windows", True, (9, 3, 346)),
+        ("documents", True, (12, 3, 256)),
+        ("prefix", False, None),
+        ("of data", True, None),
+    ],
+)
+def test_a_mask_of_flex_attention_costs_its_blocks(
+    tmp_path: Path, mask: str, causal: bool, sequences: tuple[int, ...] | None
+) -> None:
+    """By hand, of blocks of 128: four documents of 256 are four sequences in each of 3 samples.
+
+    Windows compute 15 of 64 blocks, 3 * 15 * 128**2 scores: 9 causal sequences of 346 compute
+    9 * 346 * (346 + 128) / 2 of them. A prefix leaves hardly any block out.
+    """
+    assert pytest.approx(3 * 15 * 128**2, rel=0.01) == 9 * 346 * (346 + 128) / 2
     text = "import torch\n" + FLEXIBLE.replace("MASK", mask)
     program = captured(written(tmp_path, text), gpus=1)
-    (attention,) = (c for c in program.ranks[0].calls if c.op == "itercast.sdpa")
-    assert attention.kwargs["is_causal"] == causal
-    assert [note.startswith("masks of flex_attention") for note in program.notes] == [True] * causal
+    calls = [c for c in program.ranks[0].calls if c.op.startswith("itercast.sdpa")]
+    assert [c.kwargs["is_causal"] for c in calls] == [causal] * 2  # forward and backward
+    assert [c.kwargs.get("sequences") for c in calls] == [sequences] * 2
+    noted = [note for note in program.notes if note.startswith("masks of flex_attention")]
+    assert len(noted) == (mask == "of data")
 
 
 def test_graphed_callables_are_a_launch_in_each_direction(tmp_path: Path) -> None:
