@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import yaml
 from made_files import KINDS
-from scripts_of_others import LIST, Listed, errors_pct, summary
+from scripts_of_others import LIST, Listed, errors_pct, missing, summary
 
 
 def test_each_listed_script_has_a_source_and_files_that_can_be_made() -> None:
@@ -13,6 +13,11 @@ def test_each_listed_script_has_a_source_and_files_that_can_be_made() -> None:
     listed = [Listed(**facts) for facts in known["scripts"]]
     assert {one.source for one in listed} == {*known["sources"], "packages"}
     assert {kind for one in listed for file in one.files.values() for kind in file} <= set(KINDS)
+
+
+def test_a_script_lacks_what_is_not_installed_in_the_stated_version() -> None:
+    needs = ("pytest", "pytest>1", "pytest==0.1.*", "no-such-package-anywhere", "data of ImageNet")
+    assert missing(Listed(source="", script="", needs=needs)) == [*needs[2:]]
 
 
 def test_errors_are_of_a_step_or_an_epoch_with_its_waits_for_batches_without_and_in_practice() -> (
