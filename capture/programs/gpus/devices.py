@@ -184,13 +184,13 @@ def _tensors_of_libraries(memory: GpuMemory) -> Iterator[None]:
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``FakeTensor``, of an op that makes it on the device of its arguments."""
-        on_cpu = (*args[:2], *map(_on_cpu, args[2:]))  # mode, memory, device
-        tensor = original_new(cls, *on_cpu, **kwargs)
-        return tensor if on_cpu == args else memory.put(tensor)
+        named = (*args[:2], *map(on_cpu, args[2:]))  # mode, memory, device
+        tensor = original_new(cls, *named, **kwargs)
+        return tensor if named == args else memory.put(tensor)
 
     def wrap(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """A tensor of a library's class, which is where the one inside it says it is."""
-        return original_wrap(cls, *map(_on_cpu, args), **{n: _on_cpu(v) for n, v in kwargs.items()})
+        return original_wrap(cls, *map(on_cpu, args), **{n: on_cpu(v) for n, v in kwargs.items()})
 
     with (
         patch.object(FakeTensor, "__new__", new),
@@ -342,15 +342,15 @@ class OnCpu(TorchFunctionMode):
         if getattr(func, "__name__", "") == "tensor":  # which would pin data that is there
             kwargs.pop("pin_memory", None)
         values = (*args, *kwargs.values())
-        result = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
-        if isinstance(result, torch.Tensor) and any(_on_cpu(v) is not v for v in values):
+        result = func(*map(on_cpu, args), **{name: on_cpu(v) for name, v in kwargs.items()})
+        if isinstance(result, torch.Tensor) and any(on_cpu(v) is not v for v in values):
             if func in FROM_HOST:
                 return self.memory.copy(values[0], result)
             self.memory.put(result)
         return result
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
     """The CPU in place of a CUDA device (or its name); other values as they are."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.devices import GeneratorOnCpu, stay, tensors_on_gpus
 from itercast.capture.programs.gpus.host_memory import host_memory
+from itercast.capture.programs.gpus.storages import storages_of_programs
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.recorder.autocast import autocast_as_on_cuda
 from itercast.capture.recorder.log import ITEM
@@ -56,6 +57,7 @@ def gpus_that_are_not_there(
             stack.enter_context(patch.object(module, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(tensors_on_gpus(local_rank, log.gpu_memory))
+        stack.enter_context(storages_of_programs(log.gpu_memory))
         stack.enter_context(host_memory(log))
         cpu_count = os.cpu_count  # by which scripts choose how many workers a DataLoader has
         stack.enter_context(patch.object(os, "cpu_count", lambda: gpu.host_cores or cpu_count()))

@@ -148,6 +148,17 @@ assert model(torch.randn(3, 8)).is_cuda
 """
 
 
+STORED = """
+for where in ("cuda", "cpu"):
+    storage = torch.UntypedStorage(4 * 72, device=where)
+    weight = torch.tensor([], device=where).set_(storage, 0, (8, 8))
+    bias = torch.tensor([], device=where).set_(storage, 64, (8,))
+    assert storage.nbytes() == 4 * 72 and weight.is_cuda == bias.is_cuda == (where == "cuda")
+    assert weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
+    model.weight = torch.nn.Parameter(weight.cuda())  # as nanotron's parameters are
+    model.bias = torch.nn.Parameter(bias.cuda())
+optimizer = torch.optim.SGD(model.parameters())
+"""
 SHARDED = """
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard
@@ -158,7 +169,7 @@ assert str(Shard.from_tensor_and_offsets(rows, [0, 0], 0).metadata.placement) ==
 
 
 @pytest.mark.parametrize(
-    "text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL, SHARDED]
+    "text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL, STORED, SHARDED]
 )
 def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
