@@ -281,6 +281,26 @@ def test_a_script_is_captured_in_other_batches(tmp_path: Path) -> None:
     assert loss.outputs[0].shape == (6 * 49, 1000) and step.tokens == 6 * 50
 
 
+def test_a_loss_that_the_model_keeps_is_found(tmp_path: Path) -> None:
+    """As llama2.c's, which its script divides: products as of a loss outside, and one more op."""
+    returned = 'return {"logits": self.head(x) * scale}'
+    kept = """logits = self.head(x) * scale
+        self.loss = F.cross_entropy(logits[:, :-1].reshape(-1, 1000), ids[:, 1:].reshape(-1))
+        return logits"""
+    text = DECODER.replace(returned, kept).replace('["logits"]', "")
+    at_once = "F.cross_entropy(logits[:, :-1].reshape(4 * 127, 1000), ids[:, 1:].reshape(-1))"
+    model, _ = found(tmp_path, text.replace(at_once, "model.loss"))
+    other, _ = found(tmp_path, DECODER)
+    assert products(captured(model)) == products(captured(other))
+    step = captured(model, 6, 50)
+    assert products(step) == products(captured(other, 6, 50))
+    (loss,) = (c for c in step.calls if c.op == "aten._log_softmax.default")
+    assert loss.outputs[0].shape == (6 * 49, 1000)
+    halved, _ = found(tmp_path, text.replace(at_once, "(model.loss / 2)"))
+    divisions = [c for c in captured(halved).calls if c.op == "aten.div.Tensor"]
+    assert {c.phase for c in divisions} == {"loss", "backward"}
+
+
 ANGLES = """
         self.register_buffer("angles", torch.randn(128, 256), persistent=False)
         self.mask = torch.ones(128, 128, dtype=torch.bool, device="cuda").tril()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -123,13 +123,21 @@ class Called:
     """A call of a function of torch, or of a model.
 
     Tensors among its arguments are a ``Result`` where another call made them, else a ``Form``;
-    ``results``: numbers of the tensors that it returned.
+    ``results``: numbers of the tensors that it returned. ``kept``: by number, module and attribute
+    of tensors that a model keeps of its forward, as some do with their loss.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     results: tuple[int, ...]
+    kept: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+
+    def now_kept(self) -> dict[int, Any]:
+        """The tensors that the model keeps now, by number."""
+        model: Any = self.function
+        held = {n: (vars(model.get_submodule(m)), name) for n, (m, name) in self.kept.items()}
+        return {n: inside[name] for n, (inside, name) in held.items() if name in inside}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +169,9 @@ class LossTape:
 
         ``parameters``: of the models by name; ``new_tensor`` makes a tensor of a form.
         """
-        tensors_by_number = dict(zip(self.calls[0].results, tensors_of(output), strict=True))
+        first = self.calls[0]
+        tensors_by_number = dict(zip(first.results, tensors_of(output), strict=True))
+        tensors_by_number |= first.now_kept()
         made: dict[int, torch.Tensor] = {}  # one tensor for each form, by its id
 
         def value(recorded: Any, has_lengths: bool) -> Any:
@@ -186,6 +196,7 @@ class LossTape:
             result = call.function(*args, **options)
             tensors = tensors_of(args[0] if name in WRITES else result)
             tensors_by_number.update(zip(call.results, tensors, strict=True))
+            tensors_by_number |= call.now_kept()
         return tensors_by_number[self.loss]
 
 
@@ -210,7 +221,7 @@ class LossRecorder(TorchFunctionMode):
         number = self._numbers.get(loss)
         needed, calls = {number}, list[Called]()
         for call in reversed(self.calls):
-            if needed.intersection(call.results):
+            if needed.intersection((*call.results, *call.kept)):
                 leaves = tree_leaves((call.arguments, dict(call.options)))
                 needed |= {leaf.number for leaf in leaves if isinstance(leaf, Result)}
                 calls.append(call)
@@ -237,6 +248,9 @@ class LossRecorder(TorchFunctionMode):
         """Call ``run`` in place of a model, and record the call."""
         self.names |= {id(p): f"{id(model)}.{name}" for name, p in model.named_parameters()}
         output = self._noted(model, run, args, kw)
+        kept = kept_by(model)
+        places = dict(zip(self._number(list(kept.values())), kept, strict=True))
+        self.calls[-1] = replace(self.calls[-1], kept=places)
         self._latest = (self.calls[-1].results, [t.shape for t in tensors_of(output)])
         return output
 
@@ -285,6 +299,16 @@ class LossRecorder(TorchFunctionMode):
         return self._forms[value]
 
 
+def kept_by(model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Tensors with gradients that modules keep as attributes, by the module's name and theirs."""
+    return {
+        (name, attribute): value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    }
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """All tensors in a model's output, in order: in lists, dicts, and dataclasses."""
     if isinstance(value, torch.Tensor):
@@ -295,5 +319,5 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     elif isinstance(value, list | tuple):
         elements = value
     elif is_dataclass(value) and not isinstance(value, type):
-        elements = [getattr(value, field.name) for field in fields(value)]
+        elements = [getattr(value, one.name) for one in fields(value)]
     return [tensor for element in elements for tensor in tensors_of(element)]
