@@ -166,7 +166,7 @@ def capture_script(
             "optimizer_steps": steps.optimizer_steps,
             "passes": steps.kept_passes(script.named),
             "notes": [*steps.notes, *guesses, *steps.own_input()],
-            "training": steps.epoch.training(rank, world_size, steps.trained),
+            "training": steps.epoch.training(rank, world_size),
         }
 
     ranks = (0,) if finder else ()  # plans are made of no pipeline: one rank has the whole model

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from types import FrameType
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from itercast.capture.input.batches import TakenBatches
-from itercast.capture.opcall import Kwargs, OpCall, StepCapture
+from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import Evaluation, ProgramCapture, Training
 from itercast.capture.programs.repeated.evaluations import Lines
@@ -41,37 +41,19 @@ class EnoughSteps(BaseException):
 
 
 @dataclass(slots=True)
-class OfBatch:
-    """What a rank launches from one batch of a DataLoader to the next.
-
-    ``parameters``: ids of those of models in evaluation.
-    """
-
-    samples: int
-    calls: list[OpCall] = field(default_factory=list)
-    networks: list[Kwargs] = field(default_factory=list)
-    host: Counter[str] = field(default_factory=Counter)
-    evaluates: bool = False
-    trains: bool = False
-    parameters: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class Passes:
-    """Passes over a DataLoader; ``taken``: batches of the running pass, ``in_all``: of all passes.
-
-    ``batches``: how many the finished passes would have had. ``last``: the purpose of the last
-    pass.
+    """Passes over a DataLoader: ``taken``, the batches of the running one; ``batches``, how many the
+    finished ones would have had; ``evaluation``: what a rank launches from one batch to the next.
     """
 
     taken: int = 0
-    in_all: int = 0
     batches: int = 0
-    last: OfBatch | None = None
+    samples: int = 0
+    evaluation: StepCapture | None = None
 
 
 class Epoch:
-    """Notes evaluations between batches, and follows a script to the end of its epoch.
+    """Follows a script to the end of its epoch, and notes its evaluations from batch to batch.
 
     Then the loader that feeds training has no batch left, others have few, and the script is ended
     where it begins the next epoch, goes on training, or takes longer than its steps took.
@@ -89,10 +71,10 @@ class Epoch:
         self.heard_before: Any = None  # what heard ``LATE``
         self.lines, self.outside_torch, self.waits = lines, outside_torch, waits
         self.fed_at: Lines = ()  # the lines that ran when the last batch came
-        self.passes, self.before = dict[Any, Passes](), dict[Any, Passes]()  # by DataLoader
-        self.at_ends = list[dict[int, int]]()  # batches by id of their loader, when steps ended
-        self.running: tuple[Any, OfBatch] | None = None
-        self.start, self.host = (0, 0), Counter[str]()  # of the log, when that batch came
+        self.passes = dict[Any, Passes]()  # by DataLoader, of what follows on the steps
+        self.batches, self.at_ends = Counter[Any](), list[Counter[Any]]()  # now, when steps ended
+        self.using: Any = None  # the loader of the batch that is used now
+        self.evaluates = self.trains = False  # what it is used for
         self.feeds: Any = None
         self.may_follow, self.follows, self.ended_feeding, self.complete = True, False, False, False
         self.left, self.saved_bytes, self.known = 0, 0, Training()
@@ -100,56 +82,43 @@ class Epoch:
 
     def came(self) -> None:
         """Note that a batch came: the launches since the last one belong to that one."""
-        self._close(self.taken.loader)
+        loader = self.taken.loader
         if self.follows:
+            self._close(loader)
             self.log.reset()
-        self.running, log = (self.taken.loader, OfBatch(self.taken.samples[-1])), self.log
-        self.start, self.host = (len(log.calls), len(log.networks)), Counter(log.host)
-        passes = self.passes.setdefault(self.taken.loader, Passes())
-        passes.taken, passes.in_all = passes.taken + 1, passes.in_all + 1
+            self.using, self.evaluates, self.trains = loader, False, False
+            passes = self.passes.setdefault(loader, Passes())
+            passes.taken, passes.samples = passes.taken + 1, self.taken.samples[-1]
+        self.batches[loader] += 1
         self.fed_at = self.lines()
-        log.batch()
-
-    def gather(self) -> None:
-        """Take over what was launched since the last look at the log, before the log forgets it."""
-        calls, networks = self.start
-        if self.running is not None and not self.running[1].trains:
-            batch, log = self.running[1], self.log
-            offset = len(batch.networks) - networks  # ``within`` counts passes from the log's begin
-            new = log.calls[calls:]
-            batch.calls += [replace(c, within=c.within + offset) if c.within else c for c in new]
-            batch.networks += log.networks[networks:]
-            batch.host.update(Counter(log.host) - self.host)
-        self.start, self.host = (0, 0), Counter()
+        self.log.batch()
 
     def step_ended(self) -> None:
-        """Note how many batches came until a step ended, whose launches the log forgets next."""
-        self.gather()
-        self.at_ends.append({id(loader): x.in_all for loader, x in self.passes.items()})
+        """Note how many batches came until a step ended."""
+        self.at_ends.append(self.batches.copy())
 
     def _close(self, asked: Any) -> None:
-        """End what a batch was for; keep it if that was an evaluation.
+        """End the use of a batch; keep it if it was an evaluation.
 
         Where another loader is ``asked`` now, that may be more than a batch of a loop.
         """
-        self.gather()
-        if self.running is not None:
-            loader, batch = self.running
-            kept = self.passes[loader].last if loader is not asked else None
-            if batch.evaluates and not batch.trains:
-                self.passes[loader].last = kept or batch
-        self.running = None
+        if self.using is not None and self.evaluates and not self.trains:
+            passes, log = self.passes[self.using], self.log
+            if self.using is asked or passes.evaluation is None:
+                calls = folded(log.calls, partial(stood_for, log=log))
+                networks, host = tuple(log.networks), dict(log.host)
+                passes.evaluation = StepCapture(calls=tuple(calls), host=host, networks=networks)
+        self.using = None
 
     def passed(self, loader: Any) -> None:
         """Note that a loader has no batch left, by itself or since it gave ``BATCHES``.
 
         Who asks for the next batch before the last one is used has yet to use that.
         """
-        if self.running is not None and self.running[1].evaluates:
+        if self.evaluates:
             self._close(loader)
         if (passes := self.passes.get(loader)) is not None:
-            cut = self.follows and passes.taken >= BATCHES
-            passes.batches += batches_of(loader) if cut else passes.taken
+            passes.batches += batches_of(loader) if passes.taken >= BATCHES else passes.taken
             passes.taken = 0
         self.waits()
 
@@ -188,8 +157,7 @@ class Epoch:
             raise EnoughSteps
         took_s = min(time.monotonic() - self.began_s, LONGEST_S)
         threading.Thread(target=self._wait, args=(took_s,), daemon=True).start()
-        self.running, self.follows = None, True
-        self.before, self.passes = self.passes, {}
+        self.follows = True
 
     def _epoch_steps(self, steps: int, at_once: int) -> int:
         """Iterations in a pass over the loader that feeds them, by batches of the last steps.
@@ -199,7 +167,7 @@ class Epoch:
         """
         if self.feeds is None or steps < 2:
             return 0
-        first, *_, last = (x.get(id(self.feeds), 0) for x in self.at_ends[-steps:])
+        first, *_, last = (batches[self.feeds] for batches in self.at_ends[-steps:])
         if not (mean := (last - first) / (steps - 1)):
             return 0
         of_step = round(mean) if mean > ALMOST_ONE else 1 / round(1 / mean)
@@ -233,58 +201,48 @@ class Epoch:
             signal.signal(LATE, self.heard_before)
         if not self.follows:
             return
-        stopped = self.running[0] if self.running and not self.complete else None
+        stopped = None if self.complete else self.using
         self._close(None)
         for loader, passes in self.passes.items():  # of loops that the script left, or was ended in
-            passes.batches += batches_of(loader) if loader is stopped else passes.taken
+            cut = loader is stopped and passes.taken
+            passes.batches += batches_of(loader) if cut else passes.taken
         self.taken.loader, self.follows = self.feeds, False
 
     def script_ended(self) -> None:
-        """Note that the script ended without an error: with its only epoch, unless more follow."""
-        self.complete |= self.known.steps <= self.known.epoch_steps
+        """Note that the script ended without an error: with its last epoch, unless more follow."""
+        self.complete |= self.known.steps - len(self.at_ends) < max(1, self.known.epoch_steps)
 
     def ended(self, kind: str, owner: Any) -> None:
         """Note the end of a forward, backward or optimizer step (``Steps.end``)."""
-        if self.running is not None:
-            batch, forward = self.running[1], kind == "forward"
-            batch.trains |= not forward
-            if forward and not (owner.training and torch.is_grad_enabled()):
-                batch.evaluates = True
-                batch.parameters.update(map(id, owner.parameters()))
+        if kind != "forward":
+            self.trains = True
+        elif not (owner.training and torch.is_grad_enabled()):
+            self.evaluates = True
         if self.follows and kind == "optimizer":
             self.left -= 1
             if self.left < 0:
                 raise EnoughSteps
 
-    def training(self, rank: int, world_size: int, trained: set[int]) -> Training:
-        """What is known of the whole training; ``trained``: ids of parameters that are."""
-        evaluations = tuple(self._evaluations(rank, world_size, trained))
+    def training(self, rank: int, world_size: int) -> Training:
+        """What is known of the whole training."""
+        evaluations = tuple(self._evaluations(rank, world_size))
         known = replace(self.known, followed=self.complete, saved_bytes=self.saved_bytes)
         return replace(known, evaluations=evaluations)
 
-    def _evaluations(self, rank: int, world_size: int, trained: set[int]) -> Iterator[Evaluation]:
-        """Yields the evaluations of an epoch; where none came at its end those before training.
-
-        These are of a model with ``trained`` parameters.
-        """
-        found = [(x, y.last, y.batches) for x, y in self.passes.items() if y.last]
-        if not found:
-            before = ((x, y.last, batches_of(x)) for x, y in self.before.items() if y.last)
-            found = [one for one in before if trained & one[1].parameters]
-        for loader, batch, batches in found:
-            if loader is self.feeds or not batches:
+    def _evaluations(self, rank: int, world_size: int) -> Iterator[Evaluation]:
+        """Yields the evaluations of an epoch."""
+        for loader, passes in self.passes.items():
+            if loader is self.feeds or passes.evaluation is None or not passes.batches:
                 continue
-            calls = tuple(folded(batch.calls, partial(stood_for, log=self.log)))
-            step = StepCapture(calls=calls, host=dict(batch.host), networks=tuple(batch.networks))
             program = ProgramCapture(
                 world_size=world_size,
-                ranks={rank: step},
+                ranks={rank: passes.evaluation},
                 peak_bytes={rank: 0},
-                samples=batch.samples,
+                samples=passes.samples,
                 grouped=self.log.grouped,
             )
             lane = self.taken.lane("evaluation", loader)
-            yield Evaluation(batches=batches, program=program, lane=lane)
+            yield Evaluation(batches=passes.batches, program=program, lane=lane)
 
 
 def _last_of_lightning(innermost: FrameType) -> bool:

@@ -114,21 +114,9 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
 
 def _limits(frame: FrameType, epoch_steps: int) -> Iterator[int]:
     """Yields the steps after which variables of a frame, or their attributes, end a training."""
-    held: list[Any] = [frame.f_locals, *(_Attributes(frame.f_locals.get(name)) for name in HOLDERS)]
+    held = [frame.f_locals.get(name) for name in HOLDERS]
     for names, unit in ((STEPS, 1), (EPOCHS, epoch_steps)):
-        for values in held:
-            numbers = (values.get(name) for name in names)
-            yield from (n * unit for n in numbers if type(n) is int and n > 0)
-
-
-class _Attributes:
-    """The attributes of an object, as a mapping's values."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def get(self, name: str) -> Any:
-        """An attribute; None where it is missing."""
-        with suppress(Exception):  # whatever the script's objects raise
-            return getattr(self.owner, name, None)
-        return None
+        for name in names:
+            with suppress(Exception):  # whatever the script's objects raise
+                found = [frame.f_locals.get(name), *(getattr(x, name, None) for x in held)]
+                yield from (n * unit for n in found if type(n) is int and n > 0)

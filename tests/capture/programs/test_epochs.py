@@ -164,17 +164,6 @@ def test_data_without_a_length_make_no_epoch(tmp_path: Path, text: str, steps: i
     assert (found.epoch_steps, found.steps) == (0, steps)
 
 
-EVALUATED_FIRST = "evaluated()\nwhile True:\n    batches = iter(train)\n    step(*next(batches))"
-
-
-def test_an_evaluation_before_training_stands_for_those_that_are_not_reached(
-    tmp_path: Path,
-) -> None:
-    """Lightning checks that evaluations run, and makes those of an epoch in its last batch."""
-    found = training(tmp_path, EVALUATED_FIRST)
-    assert [x.batches for x in found.evaluations] == [13]
-
-
 CAUGHT = """
 try:
     for epoch in range(Options.epochs):
