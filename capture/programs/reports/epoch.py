@@ -31,6 +31,7 @@ BATCHES = 3  # that a DataLoader gives then
 LONGEST_S = 15  # no assumption: seconds in which it comes to the end of its epoch, or is ended
 LATE = signal.SIGURG  # ignored by default: a script that forgets our handler goes on
 AGAIN_S = 1.0  # no assumption: seconds until it is ended anew where it went on
+MOST_ROUNDS = 100  # no assumption: of the data in an epoch; samplers that repeat have a few
 ALMOST_ONE = 0.6  # batches a step, where few are counted and some asked for ahead
 RUN = (runpy.run_path.__code__, runpy.run_module.__code__)
 MORE = 4  # steps for each of the iteration's, after which a script that trains on is ended
@@ -168,7 +169,7 @@ class Epoch:
         if self.feeds is None or steps < 2:
             return 0
         first, *_, last = (batches[self.feeds] for batches in self.at_ends[-steps:])
-        if not (mean := (last - first) / (steps - 1)):
+        if not (mean := (last - first) / (steps - 1)) or _never_ends(self.feeds):
             return 0
         of_step = round(mean) if mean > ALMOST_ONE else 1 / round(1 / mean)
         return ceil(batches_of(self.feeds) / of_step / at_once - 1e-9)
@@ -243,6 +244,14 @@ class Epoch:
             )
             lane = self.taken.lane("evaluation", loader)
             yield Evaluation(batches=passes.batches, program=program, lane=lane)
+
+
+def _never_ends(loader: Any) -> bool:
+    """Whether a sampler draws the data so often that a script leaves its loop before it ends."""
+    try:
+        return len(loader.sampler) > MOST_ROUNDS * len(loader.dataset)
+    except TypeError:
+        return False
 
 
 def _last_of_lightning(innermost: FrameType) -> bool:

@@ -158,8 +158,17 @@ for i in range(10):
 """
 
 
-@pytest.mark.parametrize(("text", "steps"), [(WITHOUT_LENGTH, 0), (WITHOUT_LOADER, 3000)])
-def test_data_without_a_length_make_no_epoch(tmp_path: Path, text: str, steps: int) -> None:
+FOR_EVER = """
+forever = torch.utils.data.RandomSampler(train.dataset, replacement=True, num_samples=10**9)
+train = DataLoader(train.dataset, batch_size=8, sampler=forever)
+trained()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [(WITHOUT_LENGTH, 0), (WITHOUT_LOADER, 3000), (FOR_EVER, 0)]
+)
+def test_data_without_an_end_make_no_epoch(tmp_path: Path, text: str, steps: int) -> None:
     found = training(tmp_path, text)
     assert (found.epoch_steps, found.steps) == (0, steps)
 
