@@ -248,11 +248,14 @@ def best_plans(
     count: int = 10,
     on_plan: Callable[[int, ParallelPlan], None] = lambda n, best: None,
 ) -> SearchResult:
-    """Returns the ``count`` best plans, found by branch and bound.
+    """Returns the ``count`` best plans by an objective (``OBJECTIVES``), found by branch and bound.
 
     Plans are listed by shape, weighed and simulated in the order of their bounds, until the next
-    bound is worse than the worst of the best. ``on_plan`` is told how many plans were considered,
-    and the best so far. KeyboardInterrupt ends the listing; a second one, the simulation.
+    bound is worse than the worst of the best. Then come variants of plans that may still be best:
+    V-shaped pipelines, local SGD (fewer averages) and as little recomputation as fits. ``on_plan``
+    is told how many plans were considered, and the best so far. The result also has the simplest
+    plan, with the fewest keys, that is about as good as the best one (``simplest``).
+    KeyboardInterrupt ends the listing; a second one, the simulation.
     """
     tree, stopped = BranchAndBound(search, objective, count, on_plan), False
     try:

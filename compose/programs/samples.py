@@ -34,7 +34,7 @@ Groups = frozenset[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples and tokens of all ranks in a step, 0 if unknown; ``own_samples``: of one rank.
+    """The samples and tokens of all ranks in a step, 0 if unknown; ``own_samples``: of each rank.
 
     ``grouped``: ranks made a process group; else one rank does all. ``note``: why a number is
     unknown, or what is counted as a sample.
@@ -50,8 +50,9 @@ class Batch:
 def batch_of(program: ProgramCapture) -> Batch:
     """The batch of a step: by its DataLoader's samples if known, else by lookups of tokens.
 
-    A sample has tokens: as many samples as tokens are one packed row, as flat batches have. Where
-    both are missing, a row that the model is given counts as a sample.
+    A DataLoader of packed rows gives tokens one by one: where a rank is given as many "samples" as
+    it looks up tokens, or more, a row of lookups is a sample. Where both are missing, a row that
+    the model is given counts as one.
     """
     lookups_of = {rank: _lookups(step.calls) for rank, step in program.ranks.items()}
     first = max(lookups_of, key=lambda rank: sum(tokens for _, tokens in lookups_of[rank]))

@@ -96,7 +96,12 @@ def _one_micro_batch(rank: Rank, ahead: bool, *, later: bool) -> Run:
 
 
 def _together(ranks: Sequence[Rank], alone: Sequence[Runs], crowding: float) -> Sequence[Runs]:
-    """The runs of all ranks with times from one simulation; ``alone``: each rank's by itself."""
+    """The runs of all ranks, simulated together, so that a message waits for its last rank.
+
+    ``alone``: the runs of each rank by itself, a run being one micro-batch and how often it is
+    made. ``crowding``: how many times as long compute takes while ranks share cores. Tasks with a
+    ``once`` are messages, of which each rank must have as many; ValueError otherwise.
+    """
     if len(ranks) == 1:
         return alone
     factors, joint = [rank.book.contention for rank in ranks], [Runs() for _ in ranks]
