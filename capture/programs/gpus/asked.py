@@ -20,7 +20,7 @@ SMALL_BYTES = 2**20  # up to which a file's content counts; of larger ones size 
 READ = {"open": 0, "os.listdir": 0, "os.scandir": 0}  # audited events -> the path among arguments
 SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/")
 SET_HERE = ("ITERCAST_PARENT", "TORCHINDUCTOR_CACHE_DIR")  # variables of this process, by us, torch
-READ_ALL = ("copy", "popitem", "__iter__")  # functions that read every variable, whatever its name
+READ_ALL = ("popitem", "__iter__")  # functions that read every variable, whatever its name
 WRITES = os.O_WRONLY | os.O_RDWR
 BY_PYTHON = {"os", "genericpath", "posixpath", "pathlib"}  # modules that look at files for others
 
@@ -88,6 +88,8 @@ class Asked:
         """
         files, variables = self._files, self._answers.variables
         original_getitem, before, original_stat = os._Environ.__getitem__, self._before, os.stat
+        original_keys = os._Environ.keys
+        copies: tuple[object, int] = None, 0  # what asked for all names last, maybe for values, too
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             """Note the path of an event that reads, as Python's audit hooks are called."""
@@ -99,9 +101,15 @@ class Asked:
             ):
                 files.add(os.path.abspath(os.fsdecode(path)))
 
+        def keys(environment: Any) -> Any:
+            nonlocal copies
+            copies = _instruction(sys._getframe(1))
+            return original_keys(environment)
+
         def getitem(environment: Any, name: str) -> Any:
-            text = os.fsdecode(name)  # ``os.environb`` asks in bytes
-            if sys._getframe(1).f_code.co_name not in READ_ALL and text not in SET_HERE:
+            text, asker = os.fsdecode(name), sys._getframe(1)  # ``os.environb`` asks in bytes
+            reads_all = asker.f_code.co_name in READ_ALL or _instruction(asker) == copies
+            if not reads_all and text not in SET_HERE:
                 variables[text] = _variable(before, text)
             return original_getitem(environment, name)
 
@@ -113,7 +121,8 @@ class Asked:
             return original_stat(path, **options)
 
         sys.addaudithook(audit)
-        with patch.object(os._Environ, "__getitem__", getitem), patch.object(os, "stat", stat):
+        environment = patch.multiple(os._Environ, __getitem__=getitem, keys=keys)
+        with environment, patch.object(os, "stat", stat):
             yield
 
     def so_far(self) -> tuple[Answers, set[str], dict[str, tuple[str, str]]]:
@@ -149,6 +158,11 @@ class Asked:
 def _plain(value: Any) -> Any:
     """A value as JSON reads it again: a tuple as a list."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def _instruction(frame: FrameType) -> tuple[object, int]:
+    """What a frame runs now: ``dict(os.environ)`` is one instruction, a loop over names several."""
+    return frame.f_code, frame.f_lasti
 
 
 def _asker(frame: FrameType | None) -> str:

@@ -282,6 +282,27 @@ def test_answers_hold_while_a_file_that_was_looked_at_is_there(tmp_path: Path) -
         assert answers.hold(H100)
 
 
+def test_answers_hold_where_variables_differ_that_were_only_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Libraries copy them all: dict(os.environ) and {**os.environ}; SHLVL is another in each shell.
+
+    A loop over the names reads each one by itself.
+    """
+    monkeypatch.setenv("SHLVL", "1")
+    copied, looped = Asked(H100), Asked(H100)
+    with copied.noted():
+        known = [dict(os.environ), {**os.environ}, os.environ.copy(), os.environ | {}]
+        assert all(variables["SHLVL"] == "1" for variables in known)
+        assert os.environ.get("HOME", "") == known[0].get("HOME", "")
+    with looped.noted():
+        assert "1" in [os.environ[name] for name in os.environ.keys()]  # noqa: SIM118
+    assert [*copied.answers(set(), ())["variables"]] == ["HOME"]
+    monkeypatch.setenv("SHLVL", "2")
+    assert Answers(**copied.answers(set(), ())).hold(H100)
+    assert not Answers(**looped.answers(set(), ())).hold(H100)
+
+
 VIEWS = """
 import torch
 model = torch.nn.Linear(8, 8).cuda()
