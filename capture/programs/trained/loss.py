@@ -124,7 +124,7 @@ class Called:
 
     Tensors among its arguments are a ``Result`` where another call made them, else a ``Form``;
     ``results``: numbers of the tensors that it returned. ``kept``: by number, module and attribute
-    of tensors that a model keeps of its forward, as some do with their loss.
+    of losses that a model keeps.
     """
 
     function: Callable[..., Any]
@@ -134,7 +134,7 @@ class Called:
     kept: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     def now_kept(self) -> dict[int, Any]:
-        """The tensors that the model keeps now, by number."""
+        """The losses that the model keeps now, by number."""
         model: Any = self.function
         held = {n: (vars(model.get_submodule(m)), name) for n, (m, name) in self.kept.items()}
         return {n: inside[name] for n, (inside, name) in held.items() if name in inside}
@@ -224,7 +224,8 @@ class LossRecorder(TorchFunctionMode):
             if needed.intersection((*call.results, *call.kept)):
                 leaves = tree_leaves((call.arguments, dict(call.options)))
                 needed |= {leaf.number for leaf in leaves if isinstance(leaf, Result)}
-                calls.append(call)
+                kept = {n: place for n, place in call.kept.items() if n in needed}
+                calls.append(replace(call, kept=kept))
         calls.reverse()
         models = [call for call in calls if isinstance(call.function, torch.nn.Module)]
         if number is None or not models:
@@ -300,12 +301,12 @@ class LossRecorder(TorchFunctionMode):
 
 
 def kept_by(model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Tensors with gradients that modules keep as attributes, by the module's name and theirs."""
+    """Losses that modules keep as attributes: numbers with gradients, by module and attribute."""
     return {
         (name, attribute): value
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.grad_fn is not None
     }
 
 
