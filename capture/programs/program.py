@@ -10,6 +10,7 @@ from typing import Any
 
 from itercast.capture.base.cache_folder import packed, unpacked
 from itercast.capture.base.files import write_atomic
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.base.yaml_text import made_of, typed
 from itercast.capture.input.lane import InputLane
 from itercast.capture.opcall import OpCall, StepCapture
@@ -104,6 +105,7 @@ def launch_order(calls: Sequence[OpCall]) -> list[int]:
     return order
 
 
+@without_garbage_collection()
 def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:
     """Write a captured program, with the measured times of its DataLoader, as gzip JSON."""
     write_atomic(path, packed(_plain(program, lane)))

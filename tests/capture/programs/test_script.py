@@ -280,6 +280,10 @@ def test_answers_hold_while_a_file_that_was_looked_at_is_there(tmp_path: Path) -
         assert not answers.hold(H100)
         path.unlink() if before is None else path.write_bytes(before)
         assert answers.hold(H100)
+    later.mkdir()  # as a script does for what it saves, which is gone when its forecast ends
+    assert answers.hold(H100)
+    (later / "step-1").touch()
+    assert not answers.hold(H100)
 
 
 def test_answers_hold_where_variables_differ_that_were_only_copied(
