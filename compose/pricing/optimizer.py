@@ -41,6 +41,7 @@ from itercast.microbench.ops.step.optimizer import (
     SAME_AS,
     SGD,
     STEPS,
+    UNSCALE,
     OptimizerOp,
     as_fused,
     of_rank,
@@ -268,8 +269,8 @@ def with_loops(step: StepCapture) -> StepCapture:
 
 def _looped_tensors(call: OpCall) -> int:
     """Over how many tensors old software makes a loop in place of a call; 0 where it makes none."""
-    lists = _lists(call)
-    if not lists or call.compiled or call.graphed or not any(t.shape for t in lists[0]):
+    lists, scaler = _lists(call), call.op == f"aten.{UNSCALE}.default"  # over lists since 1.7
+    if not lists or scaler or call.compiled or call.graphed or not any(t.shape for t in lists[0]):
         return 0
     return len(lists[0]) if priceable(call).kind in {*LOOP, *UNFUSED} else 0
 

@@ -116,6 +116,7 @@ def _training_between(less: Training, more: Training, by_ranks: _ByRanks) -> Tra
     epoch_steps = by_ranks.shared(less.epoch_steps, more.epoch_steps)
     epochs = more.steps / more.epoch_steps if more.epoch_steps else 0.0
     steps = round(epochs * epoch_steps) or by_ranks.shared(less.steps, more.steps)
+    steps = min(steps, less.steps)  # more ranks make no more of them; a limit by steps stays
     return replace(more, epoch_steps=epoch_steps, steps=steps, evaluations=tuple(evaluations))
 
 

@@ -46,5 +46,10 @@ def test_an_epoch_is_shared_by_all_ranks_where_their_sampler_shares_it() -> None
 
     assert program_between(trained(1, 125, 63), trained(8, 16, 8), 4) == trained(4, 32, 16)
     assert program_between(trained(1, 125, 63), trained(8, 125, 63), 4) == trained(4, 125, 63)
+    by_steps = [
+        replace(trained(*of), training=Training(epoch_steps=of[1], steps=100))
+        for of in ((1, 125, 63), (8, 16, 8), (4, 32, 16))
+    ]
+    assert program_between(*by_steps[:2], 4) == by_steps[2]
     unlike = replace(trained(8, 16, 8), training=Training(epoch_steps=16, steps=48))
     assert program_between(trained(1, 125, 63), unlike, 4) is None

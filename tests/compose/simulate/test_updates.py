@@ -86,6 +86,21 @@ def test_a_script_s_calls_over_lists_become_the_loop_of_a_plan() -> None:
     assert sorted(sizes) == [3, 12]
 
 
+def test_a_loop_decays_weights_and_leaves_the_scaler_s_kernel_whole() -> None:
+    """SGD adds decayed weights to gradients, out of place: two sums over each of two tensors.
+
+    GradScaler always took lists. Gradients are added to and set to zero, too.
+    """
+    gradients, weights, sums = ((tensor(n, 8), tensor(n + 1, 8)) for n in (0, 2, 4))
+    made = OpCall(op="aten.mm.default", args=(), outputs=gradients, phase="backward")
+    scaled = OpCall(op=f"aten.{UNSCALE}.default", args=(gradients,), phase="optimizer")
+    decayed = OpCall(op="aten._foreach_add.List", args=(gradients, weights), outputs=sums)
+    updated = OpCall(op="aten._foreach_add_.List", args=(weights, sums), phase="optimizer")
+    looped = with_loops(StepCapture(calls=(made, scaled, decayed, updated))).calls
+    assert names(looped) == ["mm", UNSCALE, *["add_"] * 2, *["add_"] * 4, *["zero_"] * 2]
+    assert bytes_of(priceable(decayed)) == bytes_of(priceable(updated)) == 3 * 2 * 8 * 4
+
+
 @pytest.mark.parametrize(("fused", "captured_calls"), [("None", 8), ("True", 1)])
 def test_a_script_under_old_software_launches_a_loop(
     tmp_path: Path, fused: str, captured_calls: int
