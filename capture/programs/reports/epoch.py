@@ -43,8 +43,10 @@ class EnoughSteps(BaseException):
 
 @dataclass(slots=True)
 class Passes:
-    """Passes over a DataLoader: ``taken``, the batches of the running one; ``batches``, how many the
-    finished ones would have had; ``evaluation``: what a rank launches from one batch to the next.
+    """Passes over a DataLoader.
+
+    ``taken``: batches of the one that runs; ``batches``: those that finished ones would have had;
+    ``evaluation``: what a rank launches from one batch to the next.
     """
 
     taken: int = 0
@@ -126,8 +128,8 @@ class Epoch:
     def ends(self, loader: Any) -> bool:
         """Whether the script is told that a loader has no batch left, after few batches.
 
-        So its epoch ends early: loaders of evaluations after BATCHES; the loader of training at once,
-        or after the batch in which Lightning evaluates. EnoughSteps where it asks for the next epoch.
+        So its epoch ends early: loaders of evaluations end after BATCHES, that of training at once,
+        or after the batch in which Lightning evaluates. EnoughSteps if it begins the next epoch.
         """
         if not self.follows:
             return False
@@ -140,10 +142,10 @@ class Epoch:
         return loader in self.passes and self.passes[loader].taken >= BATCHES
 
     def follow(self, steps: int, at_once: int) -> None:
-        """Note how long the script trains, of which so many steps ended; EnoughSteps if it may not go
-        on.
+        """Note how long the script trains, and let it go on; EnoughSteps if it may not.
 
-        ``at_once``: steps of an optimizer in its iteration, 0 where it makes none.
+        ``steps``: how many have ended; ``at_once``: steps of an optimizer in its iteration, 0 where
+        it makes none.
         """
         if not at_once:
             raise EnoughSteps

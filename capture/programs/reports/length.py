@@ -35,8 +35,8 @@ def training_steps(
     """Steps of the whole training; 0 where nothing states them.
 
     It has a pass of ``epoch_steps`` for each round of the loops around the one over the DataLoader,
-    whose header is among the lines ``fed_at`` that ran when a batch came. Without such a loop it has
-    a step for ``at_once`` rounds of all loops. A limit by one of the usual names may end it before.
+    whose header is among the lines ``fed_at`` that ran when a batch came. Without such a loop it
+    has a step for ``at_once`` rounds of all loops. A limit of a usual name may end it before.
     """
     frames = list[FrameType]()
     for frame, _ in traceback.walk_stack(innermost):

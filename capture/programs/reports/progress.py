@@ -36,6 +36,6 @@ def printed_progress(doing: Callable[[FrameType], str]) -> Iterator[None]:
 
 
 def _print(text: str) -> None:
-    """Print a line to stderr that begins with ``PROGRESS``, by which our parent process finds it."""
+    """Print a line to stderr that begins with ``PROGRESS``, by which our parent finds it."""
     with suppress(OSError, ValueError):  # the script closed it
         print(f"\n{PROGRESS}{text}", file=sys.__stderr__, flush=True)
