@@ -24,8 +24,8 @@ from functools import cache
 from itertools import groupby
 from math import prod
 
-from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from itercast.capture.programs.program import COLLECTIVE
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, changed
+from itercast.capture.programs.program import COLLECTIVE, ON_CPU
 from itercast.capture.step import update_of
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
@@ -234,7 +234,7 @@ def _over_tensor(call: OpCall, number: int) -> Iterator[OpCall]:
     kind = priceable(call).kind
     for name, count in [pair for n in UNFUSED.get(kind, [kind]) for pair in LOOP[n].items()]:
         args = tuple(tensors[:count])
-        yield OpCall(op=f"aten.{name}", args=args, outputs=(result,), phase=call.phase)
+        yield changed(call, op=f"aten.{name}", args=args, kwargs={}, outputs=(result,))
 
 
 def _lists(call: OpCall) -> list[tuple[TensorSpec, ...]]:
@@ -270,7 +270,8 @@ def with_loops(step: StepCapture) -> StepCapture:
 def _looped_tensors(call: OpCall) -> int:
     """Over how many tensors old software makes a loop in place of a call; 0 where it makes none."""
     lists, scaler = _lists(call), call.op == f"aten.{UNSCALE}.default"  # over lists since 1.7
-    if not lists or scaler or call.compiled or call.graphed or not any(t.shape for t in lists[0]):
+    launched_so = scaler or call.stream == ON_CPU or call.compiled or call.graphed
+    if not lists or launched_so or not any(t.shape for t in lists[0]):
         return 0
     return len(lists[0]) if priceable(call).kind in {*LOOP, *UNFUSED} else 0
 

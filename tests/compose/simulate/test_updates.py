@@ -11,6 +11,7 @@ from plan_case import GPU, Fixed, call, tensor
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.programs.program import ON_CPU
 from itercast.capture.step import StepSettings, make_optimizer
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import forecast
@@ -99,6 +100,14 @@ def test_a_loop_decays_weights_and_leaves_the_scaler_s_kernel_whole() -> None:
     looped = with_loops(StepCapture(calls=(made, scaled, decayed, updated))).calls
     assert names(looped) == ["mm", UNSCALE, *["add_"] * 2, *["add_"] * 4, *["zero_"] * 2]
     assert bytes_of(priceable(decayed)) == bytes_of(priceable(updated)) == 3 * 2 * 8 * 4
+
+
+def test_a_loop_stays_on_its_stream_and_the_hosts_calls_stay() -> None:
+    lists = ((tensor(0, 8), tensor(1, 8)), (tensor(2, 8), tensor(3, 8)))
+    for stream, count in ((7, 2), (ON_CPU, 1)):
+        call = OpCall(op="aten._foreach_add_.List", args=lists, phase="optimizer", stream=stream)
+        looped = with_loops(StepCapture(calls=(call,))).calls
+        assert [c.stream for c in looped] == [stream] * count
 
 
 @pytest.mark.parametrize(("fused", "captured_calls"), [("None", 8), ("True", 1)])
