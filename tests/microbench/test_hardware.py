@@ -32,7 +32,15 @@ from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, HERE, gpu_name
 
 SHIPPED = [name for name in gpu_names() if name != "cpu"]
 FACTS = [*(HERE / f"{name}.yaml" for name in SHIPPED), *HERE.glob("nodes/*.yaml")]
-CORES_PER_SM = {"pascal": 128, "volta": 64, "turing": 64, "cdna": 128, "cdna2": 128, "cdna3": 128}
+CORES_PER_SM = {
+    "pascal": 128,
+    "volta": 64,
+    "turing": 64,
+    "cdna": 128,
+    "cdna2": 128,
+    "cdna3": 128,
+    "cdna4": 128,
+}
 CORES_PER_SM_OF = dict.fromkeys([n for n in SHIPPED if n.startswith(("a100", "a30", "p100"))], 64)
 GOOD = "sm_count: 2\nclock_hz: 1e9\npeak_flops_per_s: {fp32: 1e12}\nhbm_bytes_per_s: 1e11\n"
 GOOD_NODE = "gpu: t4\ngpus_per_node: 4\ntopology: pcie\n"
@@ -235,6 +243,8 @@ def test_unknown_names_list_the_known() -> None:
         ("RTX 4090 Laptop GPU", None),
         ("L40", "l40"),
         ("MI325X", "mi325x"),
+        ("AMD Instinct MI350X", "mi350x"),
+        ("gfx950100", "mi355x"),  # 256 compute units in hex
         ("Quadro RTX 5000", None),
         ("", None),
     ],
