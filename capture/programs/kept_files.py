@@ -22,6 +22,7 @@ from typing import Any
 
 MOST_BYTES = 1 << 30  # no assumption: of a file that is copied before it is changed in place
 KEPT, END = "kept", "\0"  # name of a list of files, end of a path in it
+PART = ".part"  # ends the name of an unfinished copy
 MARK = b"saved by itercast, without data\n"  # checkpoints begin so (``saved``)
 
 
@@ -42,11 +43,11 @@ class KeptFiles:
     def about_to_change(self, file: Any) -> None:
         """Set a copy of a file aside that is changed in place, and of no link to it."""
         if isinstance(file, str | bytes | os.PathLike):
-            self._keep(os.path.realpath(file), self._is_older_and_small, shutil.copy2)
+            self._keep(os.path.realpath(file), self._is_older_and_small, _copy_aside)
 
     def about_to_move(self, file: Any) -> None:
         """Set a copy of a file aside, as it lives on under another name."""
-        self._keep(file, self._is_older, shutil.copy2)
+        self._keep(file, self._is_older, _copy_aside)
 
     def about_to_delete_all(self, folder: Any) -> None:
         """Set a folder aside, and leave an empty one in its place."""
@@ -87,6 +88,12 @@ def _aside(path: str) -> str:
     return os.path.join(folder, f".{name}.before-itercast")
 
 
+def _copy_aside(path: str, aside: str) -> None:
+    """Copy a file aside: whole or, where the process is ended meanwhile, not at all."""
+    shutil.copy2(path, aside + PART)
+    os.rename(aside + PART, aside)
+
+
 def _set_all_aside(folder: str, aside: str) -> None:
     """Move a folder aside, and leave an empty one."""
     os.rename(folder, aside)
@@ -99,6 +106,8 @@ def give_back(listed: Path) -> None:
     The last first: a folder may hold files that were set aside before it was.
     """
     for path in reversed(listed.read_text().split(END)[:-1]) if listed.exists() else ():
+        with suppress(FileNotFoundError):
+            os.unlink(_aside(path) + PART)
         with suppress(FileNotFoundError):  # done, by this process or another rank's
             if os.path.lexists(_aside(path)):
                 if os.path.isfile(path) and filecmp.cmp(path, _aside(path), shallow=False):

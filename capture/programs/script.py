@@ -202,7 +202,7 @@ def _run_until_enough_steps(
     evaluated, how = Evaluations(_outside_torch), (script.patience_s, on_gpu)
     steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, *how)
     steps.epoch.may_follow = follows
-    steps.epoch.begin()
+    steps.epoch.begin(script.patience_s)
     argv = [str(script.path), *script.arguments]
 
     def doing(frame: FrameType) -> str:

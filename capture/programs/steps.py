@@ -23,6 +23,7 @@ from itercast.capture.programs.repeated.evaluations import (
     calls_training,
     in_one_loop,
     learned_from,
+    rounds,
 )
 from itercast.capture.programs.reports.epoch import EnoughSteps, Epoch
 from itercast.capture.programs.trained.finder import trains
@@ -295,7 +296,8 @@ class Steps:
                 self.enough = not later or time.monotonic() > self.late_s
                 self.notes += [NOT_REACHED] * (later and self.enough)
         if self.enough:
-            self.epoch.follow(len(self.ended), len(self.kept) if kind == "optimizer" else 0)
+            at_once = len(self.kept) if kind == "optimizer" else 0
+            self.epoch.follow(len(self.ended), at_once, rounds(self.kept, lines))
 
     def _is_whole(self, lines: Lines) -> bool:
         """Whether to stop: an iteration is complete (it becomes ``kept``), or it takes too long.

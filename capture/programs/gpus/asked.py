@@ -141,6 +141,7 @@ class Asked:
     def answers(self, modules: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
         """The ``Answers`` as plain values, with digests of imported ``modules`` (files).
 
+        What the script made or removed counts as it left it: a folder named by the time of its run.
         Files of the system are left out, and those of packages, which are below ``installed``; so
         is what packages looked at.
         """
@@ -149,7 +150,7 @@ class Asked:
         names = sorted(name for name in own if name in self._files or Path(name).is_file())
         self._answers.files = {name: _digest(Path(name)) for name in names}
         self._answers.seen = {
-            name: sight
+            name: sight if _still(name, sight) else _sight(name, os.stat)
             for name, (sight, asker) in self._seen.items()
             if not (name.startswith(skipped) or asker.startswith(("<", *skipped)))
         }

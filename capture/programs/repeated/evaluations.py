@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FrameType
@@ -89,6 +89,21 @@ def in_one_loop(place: Lines, other: Lines) -> bool:
         if (file, line) != (other_file, other_line):
             return False
     return False
+
+
+def rounds(steps: Iterable[Any], lines: Lines) -> int:
+    """How many rounds of the innermost loop around ``lines`` steps are, by their backwards."""
+    around, passes = _innermost_loop(lines), (one for step in steps for one in step.passes)
+    backwards = Counter(at for what, at in passes if what == "backward")
+    return max((n for at, n in backwards.items() if _innermost_loop(at) is around), default=1)
+
+
+def _innermost_loop(place: Lines) -> ast.stmt | None:
+    """The innermost loop that runs a stack of lines."""
+    for file, line in place[::-1]:
+        if around := [x for x in loops(file) if x.lineno <= line <= (x.end_lineno or 0)]:
+            return max(around, key=lambda loop: loop.lineno)
+    return None
 
 
 def calls_training(lines: Lines) -> bool:

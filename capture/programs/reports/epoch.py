@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from types import FrameType
 from typing import Any
 
@@ -25,7 +25,7 @@ from itercast.capture.programs.program import Evaluation, ProgramCapture, Traini
 from itercast.capture.programs.repeated.evaluations import Lines
 from itercast.capture.programs.repeated.fold import folded
 from itercast.capture.programs.repeated.passes import stood_for
-from itercast.capture.programs.reports.length import training_steps
+from itercast.capture.programs.reports.length import may_leave, training_steps
 
 BATCHES = 3  # that a DataLoader gives then
 LONGEST_S = 15  # no assumption: seconds in which it comes to the end of its epoch, or is ended
@@ -70,14 +70,16 @@ class Epoch:
         outside_torch: Callable[[str], bool],
         waits: Callable[[], None],
     ) -> None:
-        self.log, self.taken, self.began_s, self.over = log, taken, 0.0, threading.Event()
+        self.log, self.taken, self.over = log, taken, threading.Event()
+        self.began_s, self.patience_s = 0.0, inf
         self.heard_before: Any = None  # what heard ``LATE``
         self.lines, self.outside_torch, self.waits = lines, outside_torch, waits
-        self.fed_at: Lines = ()  # the lines that ran when the last batch came
+        self.fed_at = dict[Any, Lines]()  # by loader the lines that ran when its last batch came
         self.passes = dict[Any, Passes]()  # by DataLoader, of what follows on the steps
         self.batches, self.at_ends = Counter[Any](), list[Counter[Any]]()  # now, when steps ended
         self.using: Any = None  # the loader of the batch that is used now
         self.evaluates = self.trains = False  # what it is used for
+        self.late = False
         self.feeds: Any = None
         self.may_follow, self.follows, self.ended_feeding, self.complete = True, False, False, False
         self.left, self.saved_bytes, self.known = 0, 0, Training()
@@ -93,7 +95,7 @@ class Epoch:
             passes = self.passes.setdefault(loader, Passes())
             passes.taken, passes.samples = passes.taken + 1, self.taken.samples[-1]
         self.batches[loader] += 1
-        self.fed_at = self.lines()
+        self.fed_at[loader] = self.lines()
         self.log.batch()
 
     def step_ended(self) -> None:
@@ -121,15 +123,16 @@ class Epoch:
         if self.evaluates:
             self._close(loader)
         if (passes := self.passes.get(loader)) is not None:
-            passes.batches += batches_of(loader) if passes.taken >= BATCHES else passes.taken
+            passes.batches += max(passes.taken, batches_of(loader))
             passes.taken = 0
         self.waits()
 
     def ends(self, loader: Any) -> bool:
         """Whether the script is told that a loader has no batch left, after few batches.
 
-        So its epoch ends early: loaders of evaluations end after BATCHES, that of training at once,
-        or after the batch in which Lightning evaluates. EnoughSteps if it begins the next epoch.
+        So its epoch ends early: the loader of training at once, or after the batch in which
+        Lightning evaluates; others after BATCHES, if they say how many they have and the script
+        takes all. EnoughSteps if it begins the next epoch.
         """
         if not self.follows:
             return False
@@ -139,28 +142,43 @@ class Epoch:
                 raise EnoughSteps
             self.ended_feeding = True
             return not _last_of_lightning(sys._getframe(1))
-        return loader in self.passes and self.passes[loader].taken >= BATCHES
+        if loader not in self.passes or self.passes[loader].taken < BATCHES:
+            return False
+        may_end = self.late or not may_leave(sys._getframe(1), self.outside_torch)
+        return may_end and batches_of(loader) > 0
 
-    def follow(self, steps: int, at_once: int) -> None:
+    def follow(self, steps: int, at_once: int, rounds: int) -> None:
         """Note how long the script trains, and let it go on; EnoughSteps if it may not.
 
         ``steps``: how many have ended; ``at_once``: steps of an optimizer in its iteration, 0 where
-        it makes none.
+        it makes none; ``rounds``: of the loop around them in it.
         """
         if not at_once:
             raise EnoughSteps
-        self.feeds, self.left = self.taken.loader, MORE * at_once
+        self.feeds, self.left = self._feeding(steps), MORE * at_once
         epoch_steps = self._epoch_steps(steps, at_once)
-        where = sys._getframe(1), self.outside_torch, self.fed_at
-        in_all = training_steps(*where, epoch_steps, at_once)
+        where = sys._getframe(1), self.outside_torch, self.fed_at.get(self.feeds, ())
+        in_all = training_steps(*where, epoch_steps, max(at_once, rounds))
         self.known = Training(epoch_steps=epoch_steps, steps=in_all)
         in_main = threading.current_thread() is threading.main_thread()
         heard = in_main and signal.getsignal(LATE) == self._late
-        if not (self.may_follow and self.feeds is not None and heard):
+        took_s = time.monotonic() - self.began_s
+        in_time = took_s <= self.patience_s
+        if not (self.may_follow and self.feeds is not None and heard and in_time):
             raise EnoughSteps
-        took_s = min(time.monotonic() - self.began_s, LONGEST_S)
-        threading.Thread(target=self._wait, args=(took_s,), daemon=True).start()
+        args = (min(took_s, LONGEST_S),)
+        threading.Thread(target=self._wait, args=args, daemon=True).start()
         self.follows = True
+
+    def _feeding(self, steps: int) -> Any:
+        """The DataLoader that ends an epoch: the shortest that the line of the last batch asks.
+
+        A ``zip`` asks several; ``steps``: in which they gave a batch.
+        """
+        last, first, now = self.taken.loader, self.at_ends[-steps], self.at_ends[-1]
+        lines = self.fed_at.get(last)
+        asked = [x for x, at in self.fed_at.items() if at == lines and now[x] > first[x]]
+        return min(filter(batches_of, asked), key=batches_of, default=last)
 
     def _epoch_steps(self, steps: int, at_once: int) -> int:
         """Iterations in a pass over the loader that feeds them, by batches of the last steps.
@@ -177,12 +195,15 @@ class Epoch:
         return ceil(batches_of(self.feeds) / of_step / at_once - 1e-9)
 
     def saved(self, nbytes: int) -> None:
-        """Note that so many bytes were saved."""
-        self.saved_bytes += nbytes if self.follows else 0
+        """Note that so many bytes were saved, unless the script goes on after its epoch."""
+        self.saved_bytes += nbytes if self.follows and not self.complete else 0
 
-    def begin(self) -> None:
-        """Note when the script begins; what it restores of signals later on is ours."""
-        self.began_s = time.monotonic()
+    def begin(self, patience_s: float) -> None:
+        """Note when the script begins; what it restores of signals later on is ours.
+
+        ``patience_s``: if its step takes longer than that, its time limit leaves none to follow it.
+        """
+        self.began_s, self.patience_s = time.monotonic(), patience_s
         if threading.current_thread() is threading.main_thread():
             self.heard_before = signal.signal(LATE, self._late)
 
@@ -193,8 +214,13 @@ class Epoch:
             seconds = AGAIN_S
 
     def _late(self, _: int, frame: FrameType | None) -> None:
-        """End the script, unless it has ended and what was patched for it is restored now."""
-        if any(running.f_code in RUN for running, _ in traceback.walk_stack(frame)):
+        """End the evaluation that runs, else the script.
+
+        Not where the script has ended, and what was patched for it is restored now.
+        """
+        was_late, self.late = self.late, True
+        runs = any(running.f_code in RUN for running, _ in traceback.walk_stack(frame))
+        if runs and (was_late or self.using is None):
             raise EnoughSteps
 
     def close(self) -> None:
@@ -252,7 +278,7 @@ def _never_ends(loader: Any) -> bool:
     """Whether a sampler draws the data so often that a script leaves its loop before it ends."""
     try:
         return len(loader.sampler) > MOST_ROUNDS * len(loader.dataset)
-    except TypeError:
+    except Exception:  # whatever the script's objects raise
         return False
 
 
@@ -277,5 +303,5 @@ def batches_of(loader: Any) -> int:
     """The batches of a pass over a DataLoader; 0 where it does not say."""
     try:
         return len(loader)
-    except TypeError:
+    except Exception:  # whatever the script's objects raise
         return 0

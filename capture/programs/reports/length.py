@@ -7,6 +7,7 @@ import operator
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 FUNCTIONS: dict[str, Callable[..., Any]] = {"len": len, "int": int, "range": range}
 STEPS, EPOCHS = ("max_steps", "max_train_steps"), ("max_epochs",)  # names of limits
 HOLDERS = ("self", "args")  # variables that have such attributes
+CUT = {"islice", "zip"}  # functions that may end before a DataLoader does
 Line = tuple[str, int]  # file and number
 
 
@@ -63,6 +65,25 @@ def _rounds(
             return rounds * epoch_steps
         rounds *= _length(loop.iter, frame)
     return rounds // at_once if around else 0
+
+
+def may_leave(innermost: FrameType, outside_torch: Callable[[str], bool]) -> bool:
+    """Whether the loop that asks for a batch may have enough before its DataLoader gave the last.
+
+    So it may where it can be left, takes batches by hand, or cuts the loader short.
+    """
+    for frame, line in traceback.walk_stack(innermost):
+        hands_on = frame.f_code.co_flags & CO_GENERATOR  # as tqdm does
+        if hands_on or not outside_torch(frame.f_code.co_filename):
+            continue
+        for loop in _loops_of(frame)[-1:]:
+            if isinstance(loop, ast.While):
+                return not isinstance(loop.test, ast.Constant)
+            inside = (node for part in loop.body for node in ast.walk(part))
+            left = any(isinstance(node, ast.Break | ast.Return) for node in inside)
+            names = {getattr(x, "attr", getattr(x, "id", "")) for x in ast.walk(loop.iter)}
+            return left or line > (loop.iter.end_lineno or line) or not CUT.isdisjoint(names)
+    return False
 
 
 def _loops_of(frame: FrameType) -> list[ast.For | ast.While]:

@@ -97,6 +97,53 @@ def test_an_evaluation_that_is_ended_early_has_all_batches_of_its_loader(tmp_pat
     assert [x.batches for x in program.training.evaluations] == [13]
 
 
+LEFT = DATA.replace("            seen +=", "            if seen > 80: break\n            seen +=")
+CUT = DATA.replace("in test:", "in islice(test, 5):") + "from itertools import islice\n"
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from ((torch.zeros(64), 0) for i in range(100))
+test = DataLoader(Stream(), batch_size=16)
+"""
+UNKNOWN = STREAM.replace("test =", "    def __len__(self): raise NotImplementedError\ntest =")
+
+
+@pytest.mark.parametrize(
+    ("text", "batches"), [(LEFT, 7), (CUT, 5), (DATA + STREAM, 7), (DATA + UNKNOWN, 7)]
+)
+def test_an_evaluation_that_may_have_other_batches_than_its_loader_says_is_run(
+    tmp_path: Path, text: str, batches: int
+) -> None:
+    """It is left after more than 80 samples by 16, cut to 5 batches, or has 100 samples."""
+    found = captured(written(tmp_path, text + EPOCHS), gpus=1).training
+    assert found is not None and found.followed
+    assert [x.batches for x in found.evaluations] == [batches]
+
+
+SLOW = LEFT.replace("> 80: break", "> 999: break\n            time.sleep(0.3)")
+
+
+def test_an_evaluation_that_takes_too_long_is_ended_before_the_script(tmp_path: Path) -> None:
+    """Of 13 batches, which may be fewer by its loop, it gets but a few."""
+    found = captured(written(tmp_path, "import time\n" + SLOW + EPOCHS), gpus=1).training
+    assert found is not None and found.followed
+    assert [x.batches for x in found.evaluations] == [13]
+
+
+def test_a_script_whose_step_takes_most_of_its_time_limit_is_not_followed(tmp_path: Path) -> None:
+    found = captured(written(tmp_path, DATA + EPOCHS), gpus=1, patience_s=0).training
+    assert found is not None and found.evaluations == ()
+    assert (found.epoch_steps, found.followed) == (125, False)
+
+
+GOES_ON = EPOCHS.replace("trained()", "try: trained()\n    except: pass")
+
+
+def test_what_a_script_saves_after_its_epoch_is_not_counted(tmp_path: Path) -> None:
+    """It goes on with further epochs, as it catches all errors."""
+    assert training(tmp_path, GOES_ON).saved_bytes == 4 * PARAMETERS
+
+
 IN_METHOD = "for epoch in range(1, Options.epochs + 1):\n    trained()"
 BAR = """
 def bar(rounds, total): yield from rounds
@@ -120,6 +167,12 @@ for epoch in range(3):
         if i % 4 == 3:
             optimizer.step()
 """
+ZIPPED = """
+more = DataLoader(made(4000), batch_size=8)
+for epoch in range(3):
+    for (x, y), _ in zip(train, more):
+        step(x, y)
+"""
 
 
 @pytest.mark.parametrize(
@@ -133,6 +186,7 @@ for epoch in range(3):
         (COUNTED, 125, 300),
         (HALVES, 250, 3 * 250),
         (QUARTERS, 32, 3 * 32),
+        (ZIPPED, 125, 3 * 125),
     ],
 )
 def test_the_training_ends_where_its_loops_do(
@@ -158,6 +212,13 @@ for i in range(10):
 """
 
 
+IN_QUARTERS = """
+x, y = torch.zeros(8, 64), torch.zeros(8, dtype=torch.long)
+for i in range(4 * Options.limit):
+    torch.nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward()
+    if i % 4 == 3:
+        optimizer.step()
+"""
 FOR_EVER = """
 forever = torch.utils.data.RandomSampler(train.dataset, replacement=True, num_samples=10**9)
 train = DataLoader(train.dataset, batch_size=8, sampler=forever)
@@ -166,7 +227,8 @@ trained()
 
 
 @pytest.mark.parametrize(
-    ("text", "steps"), [(WITHOUT_LENGTH, 0), (WITHOUT_LOADER, 3000), (FOR_EVER, 0)]
+    ("text", "steps"),
+    [(WITHOUT_LENGTH, 0), (WITHOUT_LOADER, 3000), (IN_QUARTERS, 300), (FOR_EVER, 0)],
 )
 def test_data_without_an_end_make_no_epoch(tmp_path: Path, text: str, steps: int) -> None:
     found = training(tmp_path, text)

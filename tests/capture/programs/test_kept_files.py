@@ -1,5 +1,6 @@
 """A forecast of a script leaves the files that lay there as they were."""
 
+import resource
 import subprocess
 import sys
 import time
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from small_scripts import TRAINING, captured, written
+
+from itercast.capture.programs.kept_files import KEPT, KeptFiles, give_back
 
 SAVES = """
     with open("model.pt", "wb") as file:
@@ -132,3 +135,19 @@ def test_files_are_given_back_by_a_command_that_is_asked_to_end(tmp_path: Path) 
         run.wait()
     assert [p.name for p in tmp_path.glob("*model*")] == ["model.pt"]
     assert model.read_text() == "trained for a week"
+
+
+def test_a_copy_that_was_not_finished_is_not_given_back(tmp_path: Path) -> None:
+    """The disk was full, or the process ended meanwhile."""
+    trained, listed = tmp_path / "model.pt", tmp_path / KEPT
+    trained.write_bytes(bytes(10_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            KeptFiles(listed).about_to_move(trained)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    give_back(listed)
+    assert trained.stat().st_size == 10_000
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", KEPT}

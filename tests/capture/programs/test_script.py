@@ -280,6 +280,12 @@ def test_answers_hold_while_a_file_that_was_looked_at_is_there(tmp_path: Path) -
         assert not answers.hold(H100)
         path.unlink() if before is None else path.write_bytes(before)
         assert answers.hold(H100)
+    run = tmp_path / "run-at-12-00"
+    with asked.noted():
+        assert not run.exists()
+        run.mkdir()
+        (run / "log.txt").touch()
+    assert Answers(**asked.answers(set(), ())).hold(H100)  # the next run has another name
     later.mkdir()  # as a script does for what it saves, which is gone when its forecast ends
     assert answers.hold(H100)
     (later / "step-1").touch()
