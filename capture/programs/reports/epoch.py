@@ -136,10 +136,10 @@ class Epoch:
         """
         if not self.follows:
             return False
+        self.complete |= loader is self.feeds and self.ended_feeding
+        if self.complete:
+            raise EnoughSteps
         if loader is self.feeds:
-            if self.ended_feeding:
-                self.complete = True
-                raise EnoughSteps
             self.ended_feeding = True
             return not _last_of_lightning(sys._getframe(1))
         if loader not in self.passes or self.passes[loader].taken < BATCHES:
@@ -248,6 +248,9 @@ class Epoch:
         elif not (owner.training and torch.is_grad_enabled()):
             self.evaluates = True
         if self.follows and kind == "optimizer":
+            other = self.ended_feeding and self.using not in (None, self.feeds)
+            if other and self.fed_at[self.using] != self.fed_at[self.feeds]:
+                self.known = replace(self.known, steps=0)  # of two loops that train, one is known
             self.left -= 1
             if self.left < 0:
                 raise EnoughSteps

@@ -139,9 +139,11 @@ def test_a_script_whose_step_takes_most_of_its_time_limit_is_not_followed(tmp_pa
 GOES_ON = EPOCHS.replace("trained()", "try: trained()\n    except: pass")
 
 
-def test_what_a_script_saves_after_its_epoch_is_not_counted(tmp_path: Path) -> None:
+def test_what_a_script_does_after_its_epoch_is_not_counted(tmp_path: Path) -> None:
     """It goes on with further epochs, as it catches all errors."""
-    assert training(tmp_path, GOES_ON).saved_bytes == 4 * PARAMETERS
+    found = training(tmp_path, GOES_ON)
+    assert found.saved_bytes == 4 * PARAMETERS
+    assert [x.batches for x in found.evaluations] == [13]
 
 
 IN_METHOD = "for epoch in range(1, Options.epochs + 1):\n    trained()"
@@ -167,6 +169,7 @@ for epoch in range(3):
         if i % 4 == 3:
             optimizer.step()
 """
+WARMED_UP = "for x, y in DataLoader(made(80), batch_size=8):\n    step(x, y)\n" + IN_METHOD
 ZIPPED = """
 more = DataLoader(made(4000), batch_size=8)
 for epoch in range(3):
@@ -187,6 +190,7 @@ for epoch in range(3):
         (HALVES, 250, 3 * 250),
         (QUARTERS, 32, 3 * 32),
         (ZIPPED, 125, 3 * 125),
+        (WARMED_UP, 10, 0),
     ],
 )
 def test_the_training_ends_where_its_loops_do(
