@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from math import isqrt, sqrt
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 SCORES = 2**22  # at so many a mask is looked at, evenly spaced
-SEEN = WeakKeyDictionary[Any, dict[Any, "float | None"]]()  # by mask function, then by shape
+SEEN = WeakTensorKeyDictionary()  # shares by the mask's tensor of counts
 Sequences = tuple[int, int, int]  # number, samples that they are of, length
 
 
@@ -21,12 +21,12 @@ def computed_share(mask: Any) -> float | None:
     ``mask``: as ``BlockMask.as_tuple`` returns it. Its function is asked, as its counts of blocks
     have no values in a capture. Mean of batch and heads.
     """
-    lengths, blocks, function = mask[:2], mask[-3:-1], mask[-1]
-    shape = (*mask[2].shape[:2], *lengths, *blocks)  # of the counts: batch, heads, rows of blocks
-    seen = SEEN.setdefault(function, {})
-    if shape not in seen:
-        seen[shape] = _share(function, shape[0], shape[1], lengths, blocks)
-    return seen[shape]
+    lengths, counts, blocks, function = mask[:2], mask[2], mask[-3:-1], mask[-1]
+    if counts not in SEEN:
+        batch, heads, _ = counts.shape  # and rows of blocks
+        SEEN[counts] = _share(function, batch, heads, lengths, blocks)
+    share: float | None = SEEN[counts]
+    return share
 
 
 def _share(function: Any, batch: int, heads: int, lengths: Any, blocks: Any) -> float | None:

@@ -312,16 +312,23 @@ def test_a_replayed_graph_is_one_launch(tmp_path: Path) -> None:
 FLEXIBLE = """
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 ends = torch.rand(1024, device="cuda").cumsum(0) > 0.5  # of data
+class Window:
+    size, __hash__ = 512, None
+    def __call__(self, b, h, q, k): return (q >= k) & (q - k < self.size)
+window = Window()
 masks = {
     "all": None,
     "causal": lambda b, h, q, k: q >= k,
     "windows": lambda b, h, q, k: (q >= k) & (q - k < 128),
     "documents": lambda b, h, q, k: (q >= k) & (q // 256 == k // 256),
     "prefix": lambda b, h, q, k: (q >= k) | (k < 896),
+    "windows of an object": window,
     "of data": lambda b, h, q, k: (q >= k) & (ends[q] == ends[k]),
 }
-mask = masks["MASK"] and create_block_mask(masks["MASK"], None, None, 1024, 1024)
 heads = torch.randn(3, 4, 1024, 64, device="cuda", requires_grad=True)
+for window.size in (512, 128):
+    mask = masks["MASK"] and create_block_mask(masks["MASK"], None, None, 1024, 1024)
+    flex_attention(heads, heads, heads, block_mask=mask)
 optimizer = torch.optim.SGD([heads])
 for i in range(5):
     flex_attention(heads, heads, heads, block_mask=mask).sum().backward()
@@ -335,6 +342,7 @@ for i in range(5):
         ("all", False, None),
         ("causal", True, None),
         ("windows", True, (9, 3, 346)),
+        ("windows of an object", True, (9, 3, 346)),
         ("documents", True, (12, 3, 256)),
         ("prefix", False, None),
         ("of data", True, None),
