@@ -13,7 +13,7 @@ KINDS = {  # the function that names them, imported when asked for
     "gpus": "microbench.hardware.spec.gpu_names",
     "nodes": "microbench.hardware.node.node_names",
     "hosts": "names.hosts",
-    "stacks": "microbench.hardware.stack.stack_names",
+    "stacks": "microbench.hardware.stack.known_stacks",
     "cases": "capture.cases.registry.case_names",
     "keys": "names.keys",  # of plans
     "families": "microbench.ops.families",

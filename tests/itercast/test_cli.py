@@ -15,17 +15,18 @@ import itercast
 from itercast.command_line import GROUPS, app
 from itercast.eval.progress import LINE_EVERY_S, progress_bar
 from itercast.extras.programs import run_program
+from itercast.names import KINDS
+
+NAMED = {"gpus": "h100-sxm-80gb", "nodes": "dgx-h100", "hosts": "usual", "stacks": "torch-2.11"}
+NAMED |= {"cases": "gpt-s", "keys": "tp", "families": "gemm", "sources": "kineto-traces"}
 
 
-def test_lists() -> None:
-    for what, name in (
-        ("", "gpus"),
-        ("cases", "gpt-s"),
-        ("families", "gemm"),
-        ("nodes", "dgx-h100"),
-        ("keys", "tp"),
-    ):
-        assert name in CliRunner().invoke(app, ["list", *what.split()]).output.split()
+def test_each_kind_of_names_is_listed() -> None:
+    assert {*NAMED, "bundles"} == {*KINDS}
+    for kind, name in NAMED.items():
+        assert name in CliRunner().invoke(app, ["list", kind]).output.split()
+    assert "shipped" in CliRunner().invoke(app, ["list", "bundles"]).output
+    assert {*KINDS} <= {*CliRunner().invoke(app, ["list"]).output.split()}
 
 
 WITHOUT_JSON = {  # they serve, or write pages, or print the tables of a campaign

@@ -240,7 +240,10 @@ def test_what_the_page_of_machines_shows_is_what_commands_print(tmp_path: Path) 
     steps.write_text(page.split('```yaml title="steps.yaml"\n')[1].split("```")[0])
     run = CliRunner().invoke(app, ["calibrate", str(steps), "--iterations", str(machine)])
     assert "\n".join(run.stdout.splitlines()[: len(NAMES)]) in page
-    shown = {"forecasts {} ms, {} to {}": read_machine(machine), "it is {} ms, {} to {}": None}
+    shown = {
+        "forecasts {} ms (80 % interval: {} to {})": read_machine(machine),
+        "it is {} ms ({} to {})": None,
+    }
     for words, known in shown.items():
         plan = "dp=1024,amp,node=dgx-a100"
         found = predict("gpt2-small", gpu=GPU, plan=plan, batch=16, machine=known)
