@@ -123,7 +123,8 @@ class Asked:
 
         sys.addaudithook(audit)
         environment = patch.multiple(os._Environ, __getitem__=getitem, keys=keys)
-        with environment, patch.object(os, "stat", stat):
+        follow = {*os.supports_follow_symlinks, stat}  # which shutil asks
+        with environment, patch.multiple(os, stat=stat, supports_follow_symlinks=follow):
             yield
 
     def so_far(self) -> tuple[Answers, set[str], dict[str, tuple[str, str]]]:

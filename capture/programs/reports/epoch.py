@@ -248,12 +248,19 @@ class Epoch:
         elif not (owner.training and torch.is_grad_enabled()):
             self.evaluates = True
         if self.follows and kind == "optimizer":
-            other = self.ended_feeding and self.using not in (None, self.feeds)
-            if other and self.fed_at[self.using] != self.fed_at[self.feeds]:
-                self.known = replace(self.known, steps=0)  # of two loops that train, one is known
+            self._trains_after()
             self.left -= 1
             if self.left < 0:
                 raise EnoughSteps
+
+    def _trains_after(self) -> None:
+        """Note what a new loader feeds: the next epoch (EnoughSteps), or another training loop."""
+        if not self.ended_feeding or self.using is None or self.at_ends[-1][self.using]:
+            return
+        if self.fed_at[self.using] == self.fed_at[self.feeds]:
+            self.complete = True
+            raise EnoughSteps
+        self.known = replace(self.known, steps=0)  # in all loops
 
     def training(self, rank: int, world_size: int) -> Training:
         """What is known of the whole training."""

@@ -97,6 +97,15 @@ def test_an_evaluation_that_is_ended_early_has_all_batches_of_its_loader(tmp_pat
     assert [x.batches for x in program.training.evaluations] == [13]
 
 
+MADE_ANEW = EPOCHS.replace("):", "):\n    train = DataLoader(made(1000), batch_size=8)", 1)
+
+
+def test_an_epoch_ends_where_a_new_loader_feeds_the_next(tmp_path: Path) -> None:
+    found = training(tmp_path, MADE_ANEW)
+    assert (found.epoch_steps, found.steps, found.followed) == (125, 375, True)
+    assert [x.batches for x in found.evaluations] == [13]
+
+
 LEFT = DATA.replace("            seen +=", "            if seen > 80: break\n            seen +=")
 CUT = DATA.replace("in test:", "in islice(test, 5):") + "from itertools import islice\n"
 STREAM = """

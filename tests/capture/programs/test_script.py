@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -285,6 +286,8 @@ def test_answers_hold_while_a_file_that_was_looked_at_is_there(tmp_path: Path) -
         assert not run.exists()
         run.mkdir()
         (run / "log.txt").touch()
+        (run / "last").symlink_to("log.txt")
+        shutil.copy2(run / "last", run / "best", follow_symlinks=False)
     assert Answers(**asked.answers(set(), ())).hold(H100)  # the next run has another name
     later.mkdir()  # as a script does for what it saves, which is gone when its forecast ends
     assert answers.hold(H100)
