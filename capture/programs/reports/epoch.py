@@ -30,7 +30,7 @@ from itercast.capture.programs.reports.length import may_leave, training_steps
 BATCHES = 3  # that a DataLoader gives then
 LONGEST_S = 15  # no assumption: seconds in which it comes to the end of its epoch, or is ended
 LATE = signal.SIGURG  # ignored by default: a script that forgets our handler goes on
-AGAIN_S = 1.0  # no assumption: seconds until it is ended anew where it went on
+AGAIN_S = 1.0  # no assumption: seconds at least, and until it is ended anew where it went on
 MOST_ROUNDS = 100  # no assumption: of the data in an epoch; samplers that repeat have a few
 ALMOST_ONE = 0.6  # batches a step, where few are counted and some asked for ahead
 RUN = (runpy.run_path.__code__, runpy.run_module.__code__)
@@ -166,7 +166,7 @@ class Epoch:
         in_time = took_s <= self.patience_s
         if not (self.may_follow and self.feeds is not None and heard and in_time):
             raise EnoughSteps
-        args = (min(took_s, LONGEST_S),)
+        args = (min(max(took_s, AGAIN_S), LONGEST_S),)
         threading.Thread(target=self._wait, args=args, daemon=True).start()
         self.follows = True
 
