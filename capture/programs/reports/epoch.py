@@ -46,7 +46,7 @@ class Passes:
     """Passes over a DataLoader.
 
     ``taken``: batches of the one that runs; ``batches``: those that finished ones would have had;
-    ``evaluation``: what a rank launches from one batch to the next.
+    ``samples``: of the last batch; ``evaluation``: what a rank launches from one batch to the next.
     """
 
     taken: int = 0
