@@ -297,8 +297,8 @@ def _last_of_lightning(innermost: FrameType) -> bool:
 
     It counts batches, and evaluates in the last one.
     """
-    running = {type(frame.f_locals.get("self")).__name__: frame.f_locals.get("self")
-               for frame, _ in traceback.walk_stack(innermost)}  # fmt: skip
+    objects = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(innermost)]
+    running = {type(x).__name__: x for x in objects}
     loop: Any = running.get("_TrainingEpochLoop")
     fetcher: Any = running.get("_PrefetchDataFetcher")
     if loop is None or fetcher is None or fetcher.length is None:
